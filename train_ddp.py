@@ -1,26 +1,28 @@
-"""Train a MiniGPT on several devices: what DistributedDataParallel (DDP) changes, and only that.
+"""Train a MiniGPT on several devices with DistributedDataParallel (DDP): only the differences.
 
 Two GPUs; without GPUs two CPU processes:
     torchrun --nproc-per-node=2 train_ddp.py --use-activation-checkpoint
 
-Two machines with eight GPUs each, the same command on both (0 and 1 are their --node-rank; both
-need the same data, and to --resume a disk that both see; more in docs/reliability.md):
+Two machines with eight GPUs each: run this on both, with --node-rank=0 on HOST and --node-rank=1 on
+the other. Both need the same data and, for --resume, a shared disk (see docs/reliability.md):
     torchrun --nnodes=2 --node-rank=0 --nproc-per-node=8 --master-addr=HOST --master-port=29500 \
         train_ddp.py --use-activation-checkpoint
 
-A job that torchrun starts again when a process has died; it goes on from its last snapshot:
+Let torchrun restart the job when a process dies; the job continues from its last snapshot:
     torchrun --nproc-per-node=2 --max-restarts=3 train_ddp.py --use-activation-checkpoint
 
 torchrun starts this file once per device and gives each process a rank. Every process holds the
-whole model and computes the gradients of its own micro-batches; DDP averages gradients while
-backward runs; so all take the same step and stay alike. The loop is train_minimal.py's. It asks an
-object what depends on the number of processes (trainer/process.py); this file has DDP's answers.
+whole model and computes the gradients of its own micro-batches. DDP averages the gradients while
+backward runs. So all processes make the same update, and their weights stay equal.
+
+The loop is train_minimal.py's. It calls a `process` for everything that depends on the number of
+processes (trainer/process.py). This file has the methods that are different with DDP.
 """
 
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # (left out by `python -I`)
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` omits this folder
 import trainer.bootstrap  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
 
 # isort: split
@@ -43,42 +45,50 @@ from trainer.torchrun import Torchrun, main_and_exit, print_error_once
 
 
 class DDPProcess(Torchrun):
-    """A process with the whole model. Raises UsageError if torchrun did not start it."""
+    """One of the processes that torchrun started, each with a device and the whole model.
+
+    Raises UsageError if torchrun did not start it.
+    """
 
     script, default_checkpoint_path = "train_ddp.py", "checkpoints/minigpt_ddp.pt"
-    gradients_persist = True  # they live in DDP's communication buckets, which stay
-    buckets_are_final = False  # they are after the first step
+    gradients_persist = True  # in DDP's communication buckets, which stay allocated
+    buckets_are_final = False  # after the first step DDP makes its buckets anew, once
     reduces_in_backward = True
-    averages = is_armed = False  # this micro-batch's gradients; from the end of its forward on
+    # `averages`: backward of this micro-batch is to average gradients. `is_armed`: the same, but
+    # True only after its forward: from then on DDP sends the gradients that backward computes.
+    averages = is_armed = False
 
     def wrap(self, model: MiniGPT) -> nn.Module:
-        # Gradients live in DDP's communication buckets instead of beside them: 4 bytes a parameter.
-        # DDP takes in those that are there; so even the first step's are not made beside them.
+        # Gradients are views of DDP's communication buckets, which saves 4 bytes a parameter.
+        # DDP copies existing gradients into its buckets, so the first step allocates no others.
         set_expanded_zero_grads(model)
         group = self.new_device_group()
         self.wrapper: Any = DDP(model, process_group=group, gradient_as_bucket_view=True)
-        # Called before DDP's own forward ends, in which it arms its hooks to send gradients.
+        # This hook runs when the model's forward ends. Then DDP's forward ends, and arms DDP.
         model.register_forward_hook(lambda *_: setattr(self, "is_armed", self.averages))
         if self.args.compress_gradients and self.world_size > 1:
-            # (By the hook's name DDP would refuse it without NCCL; but gloo can do it, too.)
+            # (DDP rejects this hook by its name without NCCL. A lambda works, also on gloo.)
             self.wrapper.register_comm_hook(group, lambda g, bucket: bf16_compress_hook(g, bucket))
         return self.wrapper
 
     def gradient_sync(self, now: bool) -> AbstractContextManager[Any]:
-        # DDP decides in *forward* whether the coming backward will average gradients.
+        # DDP decides in *forward* whether the next backward averages gradients.
         self.averages, self.is_armed = now, False
         return nullcontext() if now else self.wrapper.no_sync()
 
     def can_retry(self) -> bool:
-        # The others wait for my gradients, however often I try, and with which policy. But DDP,
-        # once armed, sends what backward brings. And buckets that failed to be made stay half made.
+        # The other processes wait for my gradients, however often I try and with any policy. But
+        # once it is armed, DDP sends gradients during backward, and they cannot be sent twice. And
+        # if memory ran out while DDP made its buckets, some gradients are not in a bucket: they are
+        # still expanded zeros, which are not contiguous.
         gradients = (p.grad for p in self.wrapper.parameters() if p.grad is not None)
         return not self.is_armed and all(g.is_contiguous() for g in gradients)
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        # After the first step DDP knows in which order gradients come. In that order the next
-        # forward makes new buckets. The old ones are freed here, with the gradients in them.
-        self.averages = self.is_armed = False  # (an evaluation calls the model, too)
+        # After the first step DDP knows in which order backward computes gradients. The next
+        # forward makes new buckets in that order. Free the old buckets here, with the gradients in
+        # them. Later steps keep the buckets, and set the gradients in them to zero.
+        self.averages = self.is_armed = False  # (an evaluation calls the forward hook, too)
         if self.buckets_are_final:
             self.discard_gradients(optimizer)
         else:
@@ -86,35 +96,38 @@ class DDPProcess(Torchrun):
             self.buckets_are_final = True
 
     def all_reduce_max(self, values: list[int]) -> list[int]:
-        most = torch.tensor(values)  # on the CPU: see Torchrun.init_process_group
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return most.tolist()
+        largest = torch.tensor(values)  # on the CPU: see Torchrun.init_process_group
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.tolist()
 
     def all_gather_object(self, mine: T) -> list[T]:
-        of_each = [mine] * self.world_size
-        dist.all_gather_object(of_each, mine)
-        return of_each
+        gathered = [mine] * self.world_size
+        dist.all_gather_object(gathered, mine)
+        return gathered
 
     def print0(self, line: str) -> None:
         if self.rank == 0:
             super().print0(line)
 
     def close(self) -> None:
-        # The wrapper's threads must be gone before the connections that they use: the other way
-        # round, a run that has finished can still abort at exit.
+        # The wrapper's threads must end before the connections that they use. In the other order a
+        # run that has finished can still abort at exit.
         del self.wrapper
         gc.collect()
         dist.destroy_process_group()
 
     @classmethod
     def main(cls, argv: list[str] | None = None) -> int:
-        """Train as one of torchrun's processes; returns the exit code of this one."""
+        """Train as one of torchrun's processes; return the exit code of this process."""
         args = build_parser(cls.script, cls.default_checkpoint_path).parse_args(argv)
         return run_safely(args, cls, train, print_error_once)
 
 
 def set_expanded_zero_grads(model: nn.Module) -> None:
-    """Gradients that are zero, each of one element only, for DDP to copy into its buckets."""
+    """Set each `.grad` to zeros of the parameter's shape that take the memory of one element.
+
+    DDP copies these zeros into its buckets, and replaces each `.grad` by a view of its bucket.
+    """
     for parameter in model.parameters():
         parameter.grad = parameter.new_zeros(()).expand_as(parameter)
 

@@ -1,28 +1,31 @@
-"""Train a MiniGPT that is dealt out to several devices: what sharding changes in train_ddp.py.
+"""Train a MiniGPT that is sharded over several devices: only the differences to train_ddp.py.
 
 Two GPUs; without GPUs two CPU processes:
     torchrun --nproc-per-node=2 train_fsdp.py --use-activation-checkpoint
 
-Several machines, restarts: as with train_ddp.py. Either goes on from the other's snapshots, and so
-does train_minimal.py, on any number of processes:
+Several machines and restarts work as with train_ddp.py. Every trainer, train_minimal.py too, can
+resume the snapshots of the others, with any number of processes:
     torchrun --nproc-per-node=4 train_fsdp.py --resume --checkpoint-path checkpoints/minigpt_ddp.pt
 
-With DDP every process holds all weights, gradients and moments: 16 bytes a parameter, and N copies
-of them. Fully sharded data parallel (FSDP; ZeRO-3: Rajbhandari et al., 2020) deals them out: each
-process keeps 1/N of each tensor's rows, a *shard*, and updates that. To compute, a process needs
-whole weights, but only those of the block that is at work. So they are gathered from all before the
-block runs, and let go after it; once more in backward, and then the block's gradients are summed up
-over all processes and scattered: each gets the rows that it keeps. What that costs is traffic: the
-weights travel twice in each micro-batch, where with DDP they stay. Gradients travel once a step.
+With DDP each of N processes holds all weights, gradients and moments: 16 bytes a parameter. Fully
+sharded data parallel (FSDP; ZeRO-3: Rajbhandari et al., 2020) shards them: each process keeps 1/N
+of the rows of each tensor, a *shard*, and updates only its shard.
 
-The rest is train_ddp.py's: the same data in the same order, and the same results; of two processes
-to the bit (docs/reliability.md), of more up to the order in which gradients are summed.
+To compute, a process needs whole weights, but only those of the block that is running. So an
+all-gather collects a block's weights before the block runs, and they are freed after it. Backward
+gathers them once more. Then a reduce-scatter adds up the block's gradients over all processes and
+gives each process the rows that it keeps. The price is traffic: the weights travel twice in each
+micro-batch; with DDP they stay in place. Gradients travel once a step.
+
+Everything else is as in train_ddp.py: the same data in the same order, and the same results. With
+two processes the results are equal to the bit (docs/reliability.md); with more they are equal up
+to the order in which gradients are summed.
 """
 
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # (left out by `python -I`)
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` omits this folder
 import trainer.bootstrap  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
 
 # isort: split
@@ -50,10 +53,11 @@ from trainer.torchrun import main_and_exit
 class FSDPProcess(DDPProcess):
     """One of `world_size` processes that torchrun started, each with a device and 1/N of the model.
 
-    Raises UsageError if torchrun did not start it, or if a flag does not go with shards.
+    Raises UsageError if torchrun did not start it, or if a flag does not work with shards.
     """
 
     script, default_checkpoint_path = "train_fsdp.py", "checkpoints/minigpt_fsdp.pt"
+    # (Gradients do travel in backward, but `can_retry` is False anyway: no rehearsal would help.)
     gradients_persist = has_own_policy = reduces_in_backward = False
 
     def __init__(self, args: argparse.Namespace):
@@ -65,41 +69,47 @@ class FSDPProcess(DDPProcess):
             raise UsageError(f"{self.script} needs NCCL on GPUs, which Windows lacks: train_ddp.py")
 
     def materialize(self, model: MiniGPT) -> None:
-        # What is gathered together: a block; a table, as of the positions, which grows with T, for
-        # its lookup alone (whose gradient does not need it); and the rest (token embedding, ln_f),
-        # which is whole from the beginning of forward to the end of backward, for lookup and head.
-        # --gather-dtype bfloat16: autocast would round a block's linear layers anyway, so they are
-        # rounded before they travel. LayerNorms compute in float32: they belong to the rest then.
+        """Shard a model on device "meta", and allocate the memory of this rank's shards."""
+        # FSDP gathers these weights together:
+        # - a block, when it runs
+        # - a table of positions, which grows with T, for its lookup only (the gradient of a lookup
+        #   does not need the table)
+        # - the rest (token embedding, ln_f), which stays whole from the beginning of forward to the
+        #   end of backward, for the lookup and the head
+        # With --gather-dtype bfloat16 the weights of a block's linear layers are rounded before
+        # they travel; autocast would round them anyway. LayerNorms compute in float32, so their
+        # weights belong to the rest then.
         self.group = cast(dist.ProcessGroup, self.new_device_group() or dist.group.WORLD)
         mesh = DeviceMesh.from_group(self.group, self.device.type)
         in_low = self.args.gather_dtype == "bfloat16"
         low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         policy = low if in_low else MixedPrecisionPolicy()
         in_tables = nn.ModuleList(position_tables(model)).parameters()
-        own = {*in_tables, *params_gathered_by_block(model.blocks, in_low)}
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=own)
+        not_rest = {*in_tables, *params_gathered_by_block(model.blocks, in_low)}
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=not_rest)
         for table in position_tables(model):
             fully_shard(table, mesh=mesh).set_unshard_in_backward(False)
         for block in model.blocks:
             fully_shard(
-                block, mesh=mesh, mp_policy=policy, ignored_params={*block.parameters()} - own
+                block, mesh=mesh, mp_policy=policy, ignored_params={*block.parameters()} - not_rest
             )
-        for module in (model, *position_tables(model), *model.blocks):  # gloo: pytorch#162338
+        # gloo returned the sum for AVG (pytorch#162338). So reduce by SUM; FSDP divides by itself.
+        for module in (model, *position_tables(model), *model.blocks):
             cast(FSDPModule, module).set_force_sum_reduction_for_comms(True)
-        # Only now memory, and for shards only: no process ever holds the whole model.
+        # Allocate memory only now, and for shards only: no process ever holds the whole model.
         super().materialize(model)
 
     def local_shard(self, whole: Tensor, like: Tensor) -> Tensor:
         mesh, rows = cast(DTensor, like).device_mesh, cast(DTensor, like).placements
-        # (None: each process has the whole tensor, nobody has to send parts of it.)
+        # (src_data_rank=None: every process has the whole tensor, so none has to send parts of it.)
         return distribute_tensor(whole.to(self.device), mesh, rows, src_data_rank=None)
 
     def wrap(self, model: MiniGPT) -> nn.Module:
-        self.wrapper = model  # FSDP is in hooks of its own, around each forward
+        self.wrapper = model  # not a wrapper: FSDP works by hooks around each forward
         return model
 
     def gradient_sync(self, now: bool) -> AbstractContextManager[Any]:
-        # Until the last micro-batch whole gradients wait, as with DDP.
+        # Until the last micro-batch each process adds up whole gradients, as with DDP.
         self.wrapper.set_requires_gradient_sync(now)
         return nullcontext()
 
@@ -108,19 +118,23 @@ class FSDPProcess(DDPProcess):
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
-    clear_gradients = OneProcess.clear_gradients  # (DDP's are in buckets)
+    clear_gradients = OneProcess.clear_gradients  # (only DDP has buckets)
 
     def can_retry(self) -> bool:
-        return False  # forward gathers: the others have gone on
+        return False  # forward gathers weights, and the other processes have gone on
 
     def full_state_dict(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        # One tensor at a time: together they would not fit on the device.
+        # Gather one tensor at a time: all whole tensors together would not fit on the device.
         return tree_map_only(
             DTensor, self.full_tensor_on_rank0, super().full_state_dict(model, optimizer)
         )
 
     def full_tensor_on_rank0(self, shard: DTensor) -> Tensor | None:
-        tensor = shard.full_tensor()  # all take part, process 0 keeps it
+        """Gather a sharded tensor; return it whole, on the CPU, on rank 0, and None elsewhere.
+
+        All processes must call this together.
+        """
+        tensor = shard.full_tensor()
         return tensor.cpu() if self.rank == 0 else None
 
 

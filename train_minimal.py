@@ -1,31 +1,31 @@
 """Train a MiniGPT on one device, and see what activation memory costs.
 
-The main job: the built-in corpus (Python's own standard library), a tokenizer trained on it, a
-small GPT with an activation checkpoint around each block; about two minutes on a laptop:
+The default run trains a tokenizer and a small GPT on the built-in corpus (Python's own standard
+library), with an activation checkpoint around each block. It takes about two minutes on a laptop:
     python train_minimal.py --use-activation-checkpoint
 
 GPT-2 small on your own text, on one GPU:
     python train_minimal.py --train-data data/train.txt --n-layers 12 --n-heads 12 --d-model 768 \
         --d-ff 3072 --seq-len 1024 --batch-size 2 --num-steps 10000 --use-activation-checkpoint
 
-From the weights of GPT-2, or of a run before (docs/weights.md):
+Start from the weights of GPT-2, or of an earlier run (docs/weights.md):
     python train_minimal.py --init-from gpt2 --train-data data/train.txt --seq-len 256
 
-Go on where a run stopped, with the flags that it had:
+Continue a run where it stopped, with its own flags:
     python train_minimal.py --resume
 
-Several devices: see train_ddp.py, which is the list of differences.
+For several devices see train_ddp.py, which lists the differences.
 
-From top to bottom: the learning rate, one step, the evaluation, the loop. `run` is a Run
-(trainer/run.py): model, optimizer, batches, flags and what is known of the run so far. `process`
-answers what depends on how many processes there are; alone, it does nothing special
-(trainer/process.py). `clock` notes where the time goes.
+The functions from top to bottom: the learning rate, one step, the evaluation, the loop. `run` is a
+Run (trainer/run.py): model, optimizer, batches, flags, and the state of the run so far. `process`
+is a OneProcess (trainer/process.py): its methods do everything that depends on the number of
+processes, and for one process they do nothing special. `clock` measures the seconds of each phase.
 """
 
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # (left out by `python -I`)
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` omits this folder
 import trainer.bootstrap  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
 
 # isort: split
@@ -50,10 +50,13 @@ from trainer.snapshot import sibling_path
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """The rate for step 1..num_steps: a warm-up from 0, then down to `--min-lr` at the last step
-    (unless it is to stay constant).
+    """Return the learning rate of `step`, which is one of 1..num_steps.
 
-    A function of the step, not a scheduler object: nothing to save, nothing to restore.
+    The rate rises linearly from 0 to `--lr` during the warm-up. Then it falls to `--min-lr` at the
+    last step, along a line or half a cosine (Loshchilov and Hutter, 2017), or stays constant.
+
+    The rate is a function of the step, not a scheduler object, so there is no state to save or to
+    restore.
     """
     if step <= args.warmup_steps:
         return args.lr * step / args.warmup_steps
@@ -68,10 +71,12 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
 
 def train_step(run: Run) -> tuple[Tensor, Tensor]:
-    """Step number `run.step`: forward and backward over the micro-batches, then one update.
+    """Run step number `run.step`: forward and backward over its micro-batches, then one update.
 
-    Returns (losses of this process's micro-batches (A,), gradient norm ()), on the device (the norm
-    only if Python did not have to read it); A is --grad-accum-steps.
+    Returns the losses of this process's micro-batches, (A,) with A = --grad-accum-steps, and the
+    norm of the gradients before clipping, (). Both are on the device, so Python does not wait for
+    it. (On MPS Python has to read the norm, and returns it on the CPU.)
+    Raises what `retry_with_less_memory` raises.
     """
     args, process, clock = run.args, run.process, run.clock
     for group in run.optimizer.param_groups:
@@ -79,29 +84,30 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     losses = retry_with_less_memory(run, accumulate)
 
     clock.begin_phase("optimizer")
-    run.scaler.unscale_(run.optimizer)  # before clipping: the limit is meant for true gradients
+    run.scaler.unscale_(run.optimizer)  # before clipping: the limit is for unscaled gradients
     grad_norm = process.clip_gradients(run.model.parameters(), args.grad_clip_norm or math.inf)
-    # One NaN among the gradients would be in every weight after one update; clipping does not
-    # help, it divides by the NaN. All processes have the same averaged gradients: all skip the
-    # update, or none. (The device decides: Python does not wait for it.)
+    # One NaN among the gradients would make every weight NaN: clipping divides all gradients by
+    # their norm, which is NaN, too. All processes have the same averaged gradients, so either all
+    # of them skip the update or none. (The device decides; Python does not wait for it.)
     grad_norm = update_if_finite(run.optimizer, grad_norm)
-    run.scaler.update()  # float16: halves the loss scale after an overflow
+    run.scaler.update()  # float16 only: halves the loss scale after an overflow
     process.clear_gradients(run.optimizer)
     return torch.stack(losses), grad_norm
 
 
 def accumulate(run: Run, average: bool = True) -> list[Tensor]:
-    """Forward and backward over a step's micro-batches; returns their losses, each ().
+    """Run forward and backward over the micro-batches of a step; return their losses, each ().
 
-    Gradients are then where the optimizer looks: the `average` over processes, or this one's own.
+    The gradients are added up in `.grad`, where the optimizer reads them: with `average` the mean
+    over all processes, without it this process's own gradients.
     """
     args, process, clock = run.args, run.process, run.clock
     losses = []
     for micro_batch in range(args.grad_accum_steps):
         clock.begin_phase("data")
-        # Every micro-batch that any process ever computes has a number of its own. Its data and
-        # its dropout masks are functions of (seed, number): a resumed run needs no saved random
-        # state, and two processes compute what one process with two micro-batches would.
+        # Every micro-batch of every process has its own id. Its data and its dropout masks are
+        # functions of (seed, id). So a resumed run needs no saved random state, and two processes
+        # compute the same as one process with two micro-batches a step.
         micro_batch_id = (run.step - 1) * args.grad_accum_steps + micro_batch
         micro_batch_id = micro_batch_id * process.world_size + process.rank
         torch.manual_seed(derive_seed(args.seed, micro_batch_id))
@@ -114,32 +120,39 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
                 loss = run.wrapped(input_ids, labels)
             losses.append(loss.detach())
             clock.begin_phase("backward")
-            # backward adds to the gradients that are there; divided by A, the sum is the mean.
-            # (The scaler does nothing unless the precision is float16.)
+            # backward adds to existing gradients. Each loss is divided by A, so the sum over A
+            # micro-batches is the mean. (The scaler does nothing unless the precision is float16.)
             loss = nan_if_infinite(loss) / args.grad_accum_steps
             run.scaler.scale(loss).backward()
     return losses
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """One 63-bit seed from two numbers; a mere sum would give (1, 2) and (2, 1) the same one."""
+    """Return a 63-bit seed made from two numbers.
+
+    It is a hash of both: their sum would give (1, 2) and (2, 1) the same seed.
+    """
     return int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0] >> 1)
 
 
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, float | None]:
-    """Loss on the fixed validation windows: up to rounding the same at any batch size, any number
-    of processes, and in every trainer.
+    """Return the validation loss, its perplexity and its bits per byte of text.
 
-    Process r takes the batches r, r + W, r + 2W, ...; the processes add up nats, tokens and bytes,
-    not means, because the last batch may be smaller. A batch has at most --batch-size windows and
-    no gradients: it needs less memory than a training step.
+    The keys are `val_loss` (nats per token), `val_ppl` and `val_bits_per_byte` (None if no token
+    stands for text). The validation windows are fixed. So the result is the same, up to rounding,
+    with any batch size, any number of processes, and every trainer.
+
+    Of W replicas, replica r evaluates the batches r, r + W, r + 2W, ... (A replica is one process;
+    in train_sp.py all processes are one replica.) The processes add up nats, tokens and bytes, not
+    means, because the last batch may be smaller. A batch has at most --batch-size windows and no
+    gradients, so it needs less memory than a training step.
     """
     run.model.eval()
-    batches = []  # on the device, and read after the loop only: each reading waits for the GPU
+    batches = []  # of tensors on the device; read after the loop, as each read waits for the GPU
     for first in range(0, len(run.val_batches), run.process.replicas):
-        # In the last round there may be none left for this process. It takes one again, which does
-        # not count: if the model is sharded, each forward needs all processes.
+        # In the last round there may be no batch left for this process. Then it repeats one, and
+        # ignores the result: the forward of a sharded model needs all processes.
         i = first + run.process.rank // run.process.sp_degree
         input_ids, labels = run.val_batches[i % len(run.val_batches)]
         with run.autocast():
@@ -157,23 +170,27 @@ def evaluate(run: Run) -> dict[str, float | None]:
     return {
         "val_loss": mean,
         "val_ppl": perplexity(mean),
-        # Unlike perplexity, this can be compared between tokenizers.
+        # Unlike perplexity, bits per byte can be compared between tokenizers.
         "val_bits_per_byte": nats / math.log(2) / byte_count if byte_count else None,
     }
 
 
 def train(run: Run) -> dict[str, Any]:
-    """All steps after `run.step` to the last, or to a signal. Returns the last log record."""
+    """Run all steps after `run.step`, to the last step or a signal; return the last log record.
+
+    Raises NotFinite after several skipped updates in a row, SaveError if the disk takes no
+    snapshot, and what `train_step` raises.
+    """
     args, process, clock = run.args, run.process, run.clock
     with clock.paused("set up"):
         start_log(run)
         hide_bar = process.rank > 0 or not sys.stderr.isatty()
         bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
-        if run.step == 0 and args.init_from is not None:  # is there something to gain?
+        if run.step == 0 and args.init_from is not None:  # the loss to improve on
             process.print0(f"before   val {format_validation(evaluate(run))}")
         run.model.train()
     record = run.pending_record
-    if record:  # of the step that is resumed from: its run died between the save and the log
+    if record:  # the resumed run ended after saving this step and before logging it
         evaluate_and_log(run, record, is_due(run.step, args.eval_interval, args.num_steps))
     skipped = SkippedUpdates(run)
     with bar, clock, Signals(run) as signals:
@@ -182,12 +199,12 @@ def train(run: Run) -> dict[str, Any]:
             losses, grad_norm = train_step(run)
             run.recent_losses.append(losses)
 
-            # ---- The learning ends here. What follows looks at it, saves it and prints it.
+            # ---- The learning ends here. The rest of the loop checks, saves and logs.
             clock.end_step()
             bar.update()
             skipped.add(grad_norm)  # raises NotFinite after several in a row
-            # All processes must do the same after the same step: stop or save, whichever of them is
-            # asked to; log, when process 0 has been silent for long.
+            # All processes must do the same after the same step: stop or save if any of them is
+            # asked to, and log if rank 0 has printed nothing for a long time.
             run.stopped_by, save_asked, silent = process.all_reduce_max(
                 [signals.received, save_is_asked(run), log_overdue(run)]
             )
@@ -195,9 +212,9 @@ def train(run: Run) -> dict[str, Any]:
             evaluate_now = is_due(run.step, args.eval_interval, args.num_steps)
             save_now = save_is_due(run, skipped, save_asked > 0)
             if log_now or evaluate_now or save_now:
-                skipped.read_last()  # one too many ends the run before it is logged or saved
+                skipped.read_last()  # may raise, and then nothing is logged or saved
                 record = make_record(run, losses, grad_norm)
-                if save_now:  # before the evaluation: that may take long, or die
+                if save_now:  # before the evaluation, which may take long, or fail
                     with clock.paused("save"):
                         save(run, args.checkpoint_path, record)
                 evaluate_and_log(run, record, evaluate_now)
@@ -205,28 +222,35 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def is_due(step: int, interval: int, num_steps: int) -> bool:
-    """Every `interval` steps (0 = never), and always at the last one."""
+    """Return True at every `interval`-th step (0: at none), and always at the last step."""
     return step >= num_steps or (interval > 0 and step % interval == 0)
 
 
 def save_is_due(run: Run, skipped: SkippedUpdates, asked: bool) -> bool:
-    """At the end; when it is asked for, by a signal or the time; when the last save is in another
-    interval of steps; and with the first evaluation, if nothing was saved before.
+    """Return True if a snapshot is to be saved after this step.
 
-    But not while steps are being skipped: the weights stay as they are, and to save them again
-    would only push the snapshot before out of `.prev.pt`. Such a save waits, unless the run ends.
+    A save is due at the end of the run; when it is `asked` for, by a signal or by --save-minutes;
+    when the last save is in an earlier interval of --save-interval steps; and at the first
+    evaluation, if nothing was saved before.
+
+    A save waits while updates are skipped, unless the run ends. Skipped updates do not change the
+    weights, and saving the same weights again would only push the older snapshot out of `.prev.pt`.
     """
     interval, first = run.args.save_interval, run.args.eval_interval
     if run.step == run.args.num_steps or run.stopped_by:
         return True
     by_steps = interval > 0 and run.step // interval > run.saved_step // interval
     is_first = run.saved_step == 0 and 0 < first <= run.step
-    # (To read the last step is to wait for the GPU: last of all, if a save is due.)
+    # (`read_last` waits for the GPU. So it stands last, and runs only if a save is due.)
     return (asked or by_steps or is_first) and skipped.read_last() == 0
 
 
 def evaluate_and_log(run: Run, record: dict[str, Any], evaluate_now: bool) -> None:
-    """Evaluate if it is time to (adding to `record`), keep the best weights, log the step."""
+    """Log the step; with `evaluate_now` evaluate first.
+
+    The results of the evaluation are added to `record`. The weights with the lowest validation loss
+    so far are saved as `.best.pt`.
+    """
     if evaluate_now:
         with run.clock.paused("evaluate"):
             record |= evaluate(run)
@@ -237,7 +261,7 @@ def evaluate_and_log(run: Run, record: dict[str, Any], evaluate_now: bool) -> No
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train on one device; returns the exit code."""
+    """Train on one device; return the exit code. `argv`: flags, None for the command line's."""
     args = build_parser("train_minimal.py", "checkpoints/minigpt_single.pt").parse_args(argv)
     return run_safely(args, OneProcess.from_args, train)
 

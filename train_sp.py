@@ -1,25 +1,27 @@
-"""Train a MiniGPT on sequences that several devices share: what that changes in train_fsdp.py.
+"""Train a MiniGPT on sequences that several devices share: only the differences to train_fsdp.py.
 
 Two GPUs; without GPUs two CPU processes:
     torchrun --nproc-per-node=2 train_sp.py --use-activation-checkpoint
 
-Several machines, restarts: as with train_ddp.py. All trainers go on from each other's snapshots:
+Several machines and restarts work as with train_ddp.py. Every trainer can resume the snapshots of
+the others:
     python train_minimal.py --resume --checkpoint-path checkpoints/minigpt_sp.pt
 
-With train_ddp.py and train_fsdp.py each process has sequences of its own: more processes make a
-batch larger, but no sequence longer. Here all N of them compute each sequence together. Each has an
-N-th of its tokens, and for attention an N-th of its heads (memory/sequence.py). So each keeps an
-N-th of all activations, and sequences can be N times as long. (Attention's time grows with the
-square of that.) The model is dealt out to the same processes, as in train_fsdp.py.
+With train_ddp.py and train_fsdp.py each process has its own sequences: more processes allow a
+larger batch, but no longer sequence. Here all N processes compute each sequence together (sequence
+parallelism). Each process has 1/N of the tokens, and in attention 1/N of the heads
+(memory/sequence.py). So each process keeps 1/N of the activations, and sequences can be N times as
+long. (The time of attention grows with the square of the length.) The model is sharded over the
+same processes, as in train_fsdp.py.
 
-A step descends the mean loss over all tokens, as with one process: the same numbers, up to the
-order in which they are added. With dropout the masks are others, as each process draws its own.
+A step minimizes the mean loss over all tokens, as with one process. The results are the same up to
+the order in which numbers are added. With dropout they differ: each process draws its own masks.
 """
 
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # (left out by `python -I`)
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` omits this folder
 import trainer.bootstrap  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
 
 # isort: split
@@ -41,7 +43,8 @@ class SPProcess(FSDPProcess):
     """One of `world_size` processes that torchrun started, each with a device, 1/N of the model and
     1/N of every sequence.
 
-    Raises UsageError if torchrun did not start it, or if a flag does not go with that.
+    Raises UsageError if torchrun did not start it, or if a flag does not work with shared
+    sequences.
     """
 
     script, default_checkpoint_path = "train_sp.py", "checkpoints/minigpt_sp.pt"
@@ -51,18 +54,21 @@ class SPProcess(FSDPProcess):
         self.sp_degree = self.world_size
 
     def init_process_group(self) -> None:
-        check_shared(self.args, self.world_size)  # each needs some tokens, and a head
-        # Two communicators share each GPU: weights are gathered by one while attention exchanges
-        # tokens by the other. This has NCCL (2.26 and later) run them in the order of the calls,
-        # which is the same in all processes; in any order they could wait for each other for ever.
+        check_shared(self.args, self.world_size)  # each process needs a token and a head
+        # Two NCCL communicators share each GPU: one gathers weights while the other exchanges
+        # tokens for attention. If processes ran the two in different orders, they could wait for
+        # each other forever. With this variable NCCL (2.26 and later) runs them in the order of the
+        # calls, which is the same in all processes.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         super().init_process_group()
 
     def materialize(self, model: MiniGPT) -> None:
+        """Shard a model on device "meta", and make its forward share each sequence."""
         super().materialize(model)
         if self.world_size == 1:
             return
-        # Not the group that gathers weights: it would wait behind those that are gathered ahead.
+        # Use a second group. In the group that gathers weights, the exchange of tokens would wait
+        # behind the weights of the next block, which are gathered ahead.
         group = self.new_device_group() or dist.new_group(timeout=self.timeout)
         self.peers, n_heads = group, model.config.n_heads
         self.sequence = SequenceShard(self.rank, self.world_size, n_heads, self.all_to_all)
@@ -70,41 +76,54 @@ class SPProcess(FSDPProcess):
         model.forward = partial(self.forward_shard, model.forward)  # type: ignore[method-assign]
 
     def all_to_all(self, sent: Tensor, send: list[int], take: list[int]) -> Tensor:
-        """Numbers, `send[i]` of which go to process i; what came, `take[i]` from process i."""
-        came = sent.new_empty(sum(take))
-        dist.all_to_all_single(came, sent, take, send, group=self.peers)
-        return came
+        """Exchange elements with all ranks: send `send[i]` to rank i, receive `take[i]` from it.
+
+        `sent`, (sum(send),), and the result, (sum(take),), are in the order of the ranks.
+        """
+        received = sent.new_empty(sum(take))
+        dist.all_to_all_single(received, sent, take, send, group=self.peers)
+        return received
 
     def forward_shard(
-        self, forward: Callable[..., Tensor], ids: Tensor, labels: Tensor | None = None, **how: int
+        self,
+        forward: Callable[..., Tensor],
+        ids: Tensor,
+        labels: Tensor | None = None,
+        **kwargs: int,
     ) -> Tensor:
-        """MiniGPT.forward of my tokens; the mean loss that it returns is that of all tokens.
+        """Run `forward`, MiniGPT's own, on this rank's tokens; return the mean loss of all tokens.
 
-        Who wants no loss is about to write a text, token by token: that each does by itself.
+        `ids` and `labels`, (B, T), are whole sequences, the same on all ranks. The loss is ().
+
+        Without labels the call generates text, token by token, and each process does that alone:
+        return the logits of all `ids`, (B, T, vocab_size). `kwargs`: passed on to `forward`.
         """
         if labels is None:
             self.sequence.stop_sharding()
-            return forward(ids, **how)
-        # They are cut only now that they are shifted: my last label is another's first token.
-        mine, kept = self.sequence.shard(ids.size(1)), labels != -100
-        # My first token is not the sequence's first: its position is `start`. (Attention sees whole
-        # sequences, so positions that are rotated into q and k, in `attend`, begin with 0.)
+            return forward(ids, **kwargs)
+        # Shard only after shifting: my last label is the next rank's first token.
+        mine, has_label = self.sequence.shard(ids.size(1)), labels != -100
+        # The position of my first token is `start`. (Attention sees whole sequences: there, in
+        # `attend`, rotary positions begin with 0.)
         loss = forward(ids[:, mine], labels[:, mine], start=mine.start)
-        # Mine is a mean, too. A mean of means would not do: some have more tokens than others.
-        n_mine, n_all = kept[:, mine].sum(), kept.sum()
+        # `loss` is the mean over my labels. The mean of all ranks' means would be wrong: some ranks
+        # have more labels than others.
+        n_mine, n_all = has_label[:, mine].sum(), has_label.sum()
         share = loss.where(n_mine > 0, 0.0) * n_mine / n_all
-        # FSDP takes the mean of the processes' gradients, of which they are to be the sum.
+        # FSDP averages gradients over the ranks, and the sum is needed: multiply by their number.
         return WithBackward.apply(
             share, self.all_reduce_loss, lambda gradient: gradient * self.world_size
         )
 
     def all_reduce_loss(self, share: Tensor) -> Tensor:
+        """Return the sum of all ranks' `share`, ()."""
         total = share.clone()
         dist.all_reduce(total, group=self.peers)
         return total
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
-        return values  # all have computed the same sequences, and know the same losses
+        """Return `values`: all ranks computed the same sequences, so each has the totals."""
+        return values
 
 
 main = SPProcess.main

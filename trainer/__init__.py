@@ -1,19 +1,19 @@
-"""What surrounds the loop of train_minimal.py; a reader who came for training can do without.
+"""Support the loop of train_minimal.py; to understand training you do not need these files.
 
-run.py         a run: what it consists of; a step done again when memory runs out
-bootstrap.py   what comes before `import torch`
+run.py         the state of a run; repeating a step when memory runs out
+bootstrap.py   preparations before `import torch`
 flags.py       the command line
-setup.py       how a run is set up, the same in all processes; whether policies and model.py agree
-resume.py      how it goes on from a snapshot
-snapshot.py    the snapshot: one file, and whose it is
-pretrained.py  trained weights to start from, GPT-2's of transformers too
-device.py      which device, which precision, what memory it has
-optimizer.py   which parameter is updated how
-plan.py        the planner, asked by flags; what to change when nothing fits
-process.py     what the loop asks of the world
-torchrun.py    what keeps several processes safe
+setup.py       set up a run, the same in all processes; check the policies against model.py
+resume.py      continue a run from a snapshot
+snapshot.py    read and write snapshots; keep the files of different runs apart
+pretrained.py  start from trained weights, also from a GPT-2 of transformers
+device.py      choose device and precision; the memory of a device
+optimizer.py   optimizers, and which parameters each of them updates
+plan.py        predict the memory of a run; suggest a change when it does not fit
+process.py     everything that depends on the number of processes, for one process
+torchrun.py    connect several processes, and end them together
 shutdown.py    signals, errors, exit codes
-clocks.py      time by phase, the memory that a step takes, --profile
-metrics.py     what is measured, metrics.jsonl, --log-to
-report.py      what is printed
+clocks.py      seconds by phase, peak memory of a step, --profile
+metrics.py     measurements, metrics.jsonl, --log-to
+report.py      printed lines
 """

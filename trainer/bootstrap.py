@@ -1,10 +1,10 @@
-"""Imported by trainers and tools before everything else: what comes before `import torch`.
+"""Prepare a process before `import torch`; trainers and tools import this file first.
 
-Standard library only, and little of it: before these lines have run, Ctrl-C and SIGUSR1 do what
-they do to any Python program, and a process whose torchrun was killed lives on.
+It imports little, and only from the standard library. Until its lines have run, Ctrl-C and SIGUSR1
+do what they do to any Python program, and a process whose torchrun was killed lives on.
 """
 
-# In C: the module around it takes longer to import than all else here.
+# `_signal` is in C. The module `signal` around it takes longer to import than all else here.
 import _signal as signal  # type: ignore[import-not-found]
 import os
 import sys
@@ -14,23 +14,25 @@ from io import TextIOWrapper
 PROCESS_START = time.perf_counter()  # `import torch` takes a second or two
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 FOLDER = os.path.dirname(os.path.realpath(sys.argv[0]))
-# Was a trainer, tool or study started, by its path or by -m (more Python does not know yet)? Or
-# does a test import?
+# True if a trainer, tool or study was started, by its path or by -m (Python does not know the
+# module's name yet, so any module counts). False if, for example, a test imports this file.
 STARTED = sys.argv[0] == "-m" or (
     sys.argv[0].endswith(".py") and ROOT in (FOLDER, os.path.dirname(FOLDER))
 )
 
 
 def say_stopped(when: str = "") -> None:
-    """Print the one line after Ctrl-C. (A terminal shows ^C, and the cursor stands behind it.)"""
+    """Print the one line after Ctrl-C."""
+    # A terminal shows ^C, and the cursor stands behind it: start a new line.
     newline = "\n" if sys.stderr.isatty() else ""
     print(f"{newline}stopped {when}".rstrip(), file=sys.stderr, flush=True)
 
 
 def interrupt(number: int, frame: "FrameType | None") -> None:
-    """Handle SIGINT: raise KeyboardInterrupt, as always; but during an import end the process.
+    """Handle SIGINT: raise KeyboardInterrupt as usual, but end the process during an import.
 
-    Libraries written in C drop exceptions there, and fail later over what is missing then.
+    Libraries written in C drop exceptions during an import, and fail later because names are
+    missing.
     """
     while frame is not None:
         if "importlib" in frame.f_code.co_filename:
@@ -41,8 +43,8 @@ def interrupt(number: int, frame: "FrameType | None") -> None:
 
 
 def set_up_stdout() -> None:
-    """Print file names as the system has them, so that commands can be pasted. A letter that stdout
-    cannot spell is no reason to fail."""
+    """Print file names with the bytes that they have on disk, so that printed commands can be
+    pasted. Replace a letter that stdout cannot encode, instead of failing."""
     if isinstance(sys.stdout, TextIOWrapper):
         utf_8 = sys.stdout.encoding.lower() == "utf-8"
         sys.stdout.reconfigure(errors="surrogateescape" if utf_8 else "replace")
@@ -51,43 +53,46 @@ def set_up_stdout() -> None:
 if STARTED:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it
         signal.signal(signal.SIGINT, interrupt)
-    if hasattr(signal, "SIGUSR1"):  # it asks for a save: before training there is none to make
+    if hasattr(signal, "SIGUSR1"):  # it asks for a save; before training there is none to make
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     set_up_stdout()
 
-from types import FrameType  # noqa: E402  # (what is imported here can be interrupted)
+from types import FrameType  # noqa: E402  # (late: from here on an import can be interrupted)
 
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 def end_with_torchrun() -> None:
-    """End this process when torchrun dies, even by `kill -9`; at once if it is dead already.
+    """End this process when torchrun dies, even by `kill -9`; at once if torchrun is already dead.
 
-    Without torchrun no one would see, stop or restart this process, which keeps its GPU and the
-    lock of its snapshots, and takes a rank of the next run on the same port. Linux sends SIGKILL
-    when the parent dies: a process that tried to save first could wait for others for ever. (To
-    stop and save, send SIGTERM to torchrun: it passes it on, and leaves 30 seconds for it.)
+    Without torchrun this process would be unseen: it could not be stopped or restarted, would keep
+    its GPU and the lock of its snapshots, and would take a rank of the next run on the same port.
+    On Linux the kernel sends SIGKILL when the parent dies. SIGKILL leaves no time to save; a
+    process that tried to save could wait forever for the others. (To save and stop, send SIGTERM to
+    torchrun: it passes SIGTERM on, and leaves 30 seconds for the save.)
     """
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not torchrun_lives():  # (asked now: from here on the kernel watches)
+    if not torchrun_lives():  # (after prctl, so that no death of torchrun is missed)
         say_stopped("because torchrun, which had started this process, is gone")
         os._exit(1)
 
 
 def torchrun_lives() -> bool:
-    """Look for torchrun among the processes above this one: parent, grandparent, and so on.
+    """Return True if torchrun is among the ancestors of this process: parent, grandparent, etc.
 
-    The parent may be a script that torchrun has started; torchrun may be process 1 of a container;
-    and an orphan's parent may be any process that takes in orphans. So each ancestor is looked at.
-    torchrun names itself "pt_elastic"; another program that starts workers with torchrun's code has
-    at least loaded libtorch. (A process that /proc hides is another user's: not ours.)
-    Without /proc, as on macOS, orphans are known by their parent, process 1.
+    The parent alone does not tell. It may be a script that torchrun started; torchrun may be
+    process 1 of a container; and an orphan's new parent may be any process that adopts orphans.
+
+    torchrun names its process "pt_elastic". Another program that starts workers with torchrun's
+    code has at least loaded libtorch. (A process that /proc hides belongs to another user, so it is
+    not this process's torchrun.) Without /proc, as on macOS, an orphan is recognised by its parent,
+    process 1.
     """
     pid = os.getppid()
-    if pid == 0 or not os.path.exists("/proc/self/stat"):  # (0: it is outside of this container)
+    if pid == 0 or not os.path.exists("/proc/self/stat"):  # (0: the parent is outside a container)
         return pid != 1
     while pid:
         name, _, numbers = read_or_none(f"/proc/{pid}/stat").rpartition(")")
@@ -98,7 +103,7 @@ def torchrun_lives() -> bool:
 
 
 def read_or_none(path: str) -> str:
-    """Read a file of /proc; "" if its process has ended, or is another user's."""
+    """Return the text of a file in /proc; "" if its process has ended or is another user's."""
     try:
         with open(path, errors="replace") as file:
             return file.read()
@@ -106,20 +111,21 @@ def read_or_none(path: str) -> str:
         return ""
 
 
-if "TORCHELASTIC_RUN_ID" in os.environ:  # it was torchrun that started this process
+if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process
     end_with_torchrun()
 
-# Idle OpenMP threads should soon sleep: by default they spin for long, and on a busy machine that
-# takes the cores away from the threads that have work. Read when the library is loaded.
+# Number of turns that an idle OpenMP thread waits for work before it sleeps. By default it is many:
+# on a busy machine idle threads take the cores away from threads with work. The OpenMP library
+# reads the variable when it is loaded.
 SPIN_COUNT = "10000"
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
-# How a GPU's allocator is configured: the name, and older ones. Segments that can grow leave fewer
-# gaps between tensors of different sizes.
+# Variables that configure PyTorch's GPU allocator: today's name, then older names. Segments that
+# can grow (`expandable_segments`) leave fewer gaps between tensors of different sizes.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-# Windows warns of them; drivers of WSL (pytorch#192330) and of Jetsons fail, AMD's may hang
-# (pytorch#192259).
+# Expandable segments work here. On Windows PyTorch warns of them, the drivers of WSL
+# (pytorch#192330) and of Jetsons fail, and AMD's may hang (pytorch#192259).
 HAS_SEGMENTS = (
     sys.platform == "linux"
     and not any(name in os.uname().release for name in ("microsoft", "tegra"))

@@ -1,7 +1,7 @@
-"""What the loop asks of the world, with the answers of a single process.
+"""Do everything in the training loop that depends on the number of processes, for one process.
 
-A trainer for several is a class with other answers to the same questions, and nothing else:
-train_ddp.py is one, train_fsdp.py another, train_sp.py a third.
+A trainer for several processes is a subclass that overrides methods of OneProcess, and nothing
+else: see train_ddp.py, train_fsdp.py and train_sp.py.
 """
 
 import argparse
@@ -25,30 +25,35 @@ T = TypeVar("T")
 
 
 class OneProcess:
-    """One process, one device."""
+    """One process with one device. Subclasses are one of several processes."""
 
     script = "train_minimal.py"
     rank, world_size = 0, 1
-    gradients_persist = False  # are they in memory that stays? (The planner asks.)
-    has_own_policy = True  # may each process recompute in its own way?
-    reduces_in_backward = (
-        False  # do gradients travel during backward, which then cannot be repeated?
-    )
-    local_world_size = 1  # on this machine
-    # Over how many are weights, gradients and moments dealt out? (The planner asks that, too.)
+    gradients_persist = False  # their memory is kept after the update (the planner reads this)
+    has_own_policy = True  # each process may have its own recompute policy
+    # Gradients are sent during backward, so backward cannot be repeated, and the first steps are
+    # rehearsed: see `retry_with_less_memory`. (False with shards: there forward cannot be repeated,
+    # either.)
+    reduces_in_backward = False
+    local_world_size = 1  # number of processes on this machine
+    # Number of processes that share weights, gradients and moments (the planner reads this, too).
     shard_degree = 1
-    sp_degree = 1  # processes that compute the same sequences, each some tokens of them
+    sp_degree = 1  # number of processes that share each sequence, each with some of its tokens
 
     def __init__(self, device: torch.device):
+        """Set up a process that computes on `device`."""
         self.device = device
-        # What was typed to start it, but for the flags: the script by its path.
+        # The command that started this process, without its flags: the script as it was typed.
         typed = sys.argv[0] if os.path.basename(sys.argv[0]) == self.script else self.script
         self.command: tuple[str, ...] = ("python", typed)
-        self.run_id = uuid.uuid4().hex  # by which a run knows its own snapshots
+        self.run_id = uuid.uuid4().hex  # a run recognises its own snapshots by this id
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "OneProcess":
-        """As the flags ask for. Raises UsageError, also if torchrun has started several."""
+        """Return a process with the device that --device asks for.
+
+        Raises UsageError if there is no such device, or if torchrun started several processes.
+        """
         if os.environ.get("WORLD_SIZE", "1") != "1":
             world = f"WORLD_SIZE is {os.environ['WORLD_SIZE'][:40]}"
             starts = "torchrun starts train_ddp.py, train_fsdp.py or train_sp.py"
@@ -57,40 +62,52 @@ class OneProcess:
 
     @property
     def replicas(self) -> int:
-        """Micro-batches that are computed at the same time."""
+        """Number of micro-batches that are computed at the same time."""
         return self.world_size // self.sp_degree
 
     @property
     def processes_on_device(self) -> int:
-        """Those that share its memory."""
+        """Number of processes that share the memory of this process's device."""
         return self.local_world_size if self.device.type == "cpu" else 1
 
     def init_process_group(self) -> None:
-        """Meet the other processes. Called when this one's data and flags are known to be good."""
+        """Connect to the other processes. Called when the flags of this one are known to be good.
+
+        Raises UsageError if the others cannot be reached, or if a flag does not work with several.
+        """
 
     def materialize(self, model: MiniGPT) -> None:
-        """Give a model of shapes only (device "meta") its memory; the numbers in it are yet to
-        come."""
+        """Allocate the memory of a model on device "meta", which has only shapes. The values of its
+        parameters are undefined until they are filled in."""
         model.to_empty(device=self.device)
 
     def local_shard(self, whole: Tensor, like: Tensor) -> Tensor:
-        """The rows of a `whole` tensor that belong to this process: those that `like` has."""
+        """Return this rank's rows of the tensor `whole`, sharded as the parameter `like` is.
+
+        One process has all rows: it returns `whole` itself.
+        """
         return whole
 
     def wrap(self, model: MiniGPT) -> nn.Module:
-        """The model that the loop calls."""
+        """Return the module that the loop calls: `model`, or a wrapper around it."""
         return model
 
     def gradient_sync(self, now: bool) -> AbstractContextManager[Any]:
-        """A context for forward *and* backward: average gradients over processes, or not yet."""
+        """Return a context for forward *and* backward of a micro-batch.
+
+        `now`: backward averages the gradients over all processes; else each process adds up its
+        own.
+        """
         return nullcontext()
 
     def clip_gradients(
         self, parameters: Iterable[nn.Parameter], limit: float, foreach: bool | None = None
     ) -> Tensor:
-        """Scale all gradients so that their norm is at most `limit`; returns the norm () before.
+        """Scale all gradients in place so that their norm is at most `limit`.
 
-        `foreach`: all at a time; None: where torch can. (The planner, which calls this, says it.)
+        Returns the norm before, (), in the dtype of the gradients. `foreach`: process many tensors
+        in one kernel; None: where torch can. (The planner passes it: for its simulated GPU torch
+        would choose as for a CPU.)
         """
         parameters = list(parameters)
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -99,88 +116,101 @@ class OneProcess:
         return norm
 
     def grad_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Of all numbers in them, ().
+        """Return the L2 norm of all elements of all gradients, (), in float64 (on MPS float32).
 
-        Rows in float32, what they add up to in float64: then float32's last bit does not depend on
-        the order, nor on how rows are dealt out to processes.
+        The norm of each row is in float32, and the norm of all these norms in float64. Then the
+        result, rounded to float32, depends neither on the order of the rows nor on their sharding.
         """
-        wide = torch.float32 if self.device.type == "mps" else torch.float64  # it has no other
+        wide = torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
         rows = [torch.linalg.vector_norm(g, dim=1) if g.dim() > 1 else g for g in gradients]
         return torch.linalg.vector_norm(torch.cat(rows).to(wide))
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """After the update: freed, they leave room for the next forward."""
+        """Free the gradients after the update: the next forward can use their memory."""
         optimizer.zero_grad()
 
     def discard_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Those of a step that is given up, and done again. Memory that stays holds zeros then."""
+        """Free the gradients of a step that is given up and repeated.
+
+        Gradients that persist are set to zero instead.
+        """
         optimizer.zero_grad(set_to_none=not self.gradients_persist)
 
     def can_retry(self) -> bool:
-        """Can this process do forward and backward again, without the others?"""
+        """Return True if this process can repeat forward and backward without the others."""
         return True
 
     def remember_out_of_memory(self, policy: str) -> None:
-        """Tell those that are started in place of these processes: with it memory ran out."""
+        """Remember that memory ran out with `policy`, for the processes that torchrun starts next.
+
+        One process without torchrun is not started again, and remembers nothing.
+        """
 
     def last_out_of_memory(self) -> str:
-        """The policy that was remembered; "" if none."""
+        """Return the policy of `remember_out_of_memory`; "" if none was remembered."""
         return ""
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
-        """Each value summed over all processes."""
-        return [sum(of_each) for of_each in zip(*self.all_gather_object(values), strict=True)]
+        """Return the sum of each value over all processes."""
+        return [sum(column) for column in zip(*self.all_gather_object(values), strict=True)]
 
     def all_reduce_max(self, values: list[int]) -> list[int]:
-        """Each the largest of all processes' values."""
+        """Return the maximum of each value over all processes."""
         return values
 
     def all_gather_object(self, mine: T) -> list[T]:
-        """What each of the processes has, by rank."""
+        """Return a list of the `mine` of all processes, by rank."""
         return [mine]
 
     def run_on_rank0(self, act: Callable[[], T]) -> T | None:
-        """`act`, by process 0 alone: what it returns there, None elsewhere. Raises as
-        `run_on_all_ranks`."""
+        """Call `act` on rank 0 only; return its result there, and None on other ranks.
+
+        Raises, on all ranks, what `run_on_all_ranks` does.
+        """
         return self.run_on_all_ranks(act if self.rank == 0 else lambda: None)
 
     def run_on_all_ranks(self, act: Callable[[], T]) -> T:
-        """`act`, by each process for itself: what it returns here.
+        """Call `act` on every rank; return the result of this rank's call.
 
-        If it raises a mistake of the user's or a lack of memory in one of them, all raise the same:
-        nobody waits for one that is gone.
+        If a call raises ValueError (so UsageError, DataError and SnapshotError, which are mistakes
+        of the user) or MemoryError, every rank raises: its own error, else that of the lowest rank
+        with one. So no process waits for one that has ended.
         """
-        mine = None
+        own_error = None
         try:
             result = act()
         except (ValueError, MemoryError) as error:
-            mine = error
-        told = next(filter(None, self.all_gather_object(mine)), None)
-        if told is not None:
-            raise mine or told
+            own_error = error
+        first_error = next(filter(None, self.all_gather_object(own_error)), None)
+        if first_error is not None:
+            raise own_error or first_error
         return result
 
     def full_state_dict(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Weights and moments, whole, for a snapshot. All processes call it, process 0 writes."""
+        """Return the state dicts of model and optimizer, with whole tensors, for a snapshot.
+
+        All processes must call this together. Rank 0 writes the result; on other ranks tensors may
+        be None.
+        """
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
     def print0(self, line: str) -> None:
-        """Print a line once, however many processes there are, beside the progress bar."""
-        # The reader may be gone (`| head -3`), or the disk with the log full. That ends many
-        # programs, and rightly; hours of training it should not. The run goes on in silence:
-        # metrics.jsonl has all the figures, and the snapshots are still written.
+        """Print a line on rank 0 only, above the progress bar."""
+        # The reader of the output may be gone (`| head -3`), or the disk with the log may be full.
+        # That rightly ends many programs, but it should not end hours of training. The run
+        # continues without output: metrics.jsonl has all figures, and snapshots are still written.
         with suppress(OSError):
             tqdm.write(line)
             sys.stdout.flush()
 
     def print_rank(self, line: str) -> None:
-        """Print what concerns this process alone."""
+        """Print a line that concerns this process alone; with several processes add the rank."""
         OneProcess.print0(self, f"{line} (rank {self.rank})" if self.world_size > 1 else line)
 
-    def progress_message(self, words: str) -> AbstractContextManager[Any]:
-        """On a terminal, say meanwhile what the silence is about."""
-        hide = None if self.rank == 0 else True  # None: unless it is a terminal
-        return tqdm(desc=words, bar_format="{desc} ...", leave=False, disable=hide)
+    def progress_message(self, message: str) -> AbstractContextManager[Any]:
+        """Return a context in which a terminal shows `message`, for a task that takes long."""
+        hide = None if self.rank == 0 else True  # None: tqdm hides it unless stderr is a terminal
+        return tqdm(desc=message, bar_format="{desc} ...", leave=False, disable=hide)
 
     def close(self) -> None:
-        """Leave the other processes."""
+        """Disconnect from the other processes."""

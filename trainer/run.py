@@ -1,5 +1,4 @@
-"""A training run: what the loop and its functions share, and how it is saved; and a step that runs
-out of memory is done again, with a policy that needs less."""
+"""Hold the state of a training run, and save it; repeat a step that runs out of memory."""
 
 import argparse
 import math
@@ -27,81 +26,91 @@ from .metrics import Write, format_bytes
 from .process import OneProcess
 from .snapshot import State, save_snapshot
 
-REHEARSED = 2  # steps: the second one has the optimizer's state beside it, and DDP's final buckets
+# Number of first steps that are rehearsed. In the second step the optimizer's state and DDP's final
+# buckets take memory, too.
+REHEARSED = 2
 
 
 @dataclass
 class Run:
-    """One training run: what the loop and its functions share."""
+    """State of one training run, shared by the loop and its functions."""
 
     args: argparse.Namespace
     process: OneProcess
     data: Dataset
-    run_info: State  # what a snapshot says about the run: config, flags, tokenizer, data
+    run_info: State  # the run's part of each snapshot: config, flags, tokenizer, data
     model: MiniGPT
     optimizer: torch.optim.Optimizer
     precision: torch.dtype
     train_batches: TrainBatches
     val_batches: ValBatches
     clock: StepClock
-    held_lock: IO[str] | None = None  # keeps a second run off our files as long as this one lives
-    metric_writers: list[Write] = field(default_factory=list)  # of the log: on rank 0 alone
-    step: int = 0  # steps done; while one is being done, its number
-    saved_step: int = 0  # the step that --checkpoint-path holds, 0 = none of this run yet
-    saved_at: float = field(default_factory=lambda: monotonic())  # by that clock; or the start
-    save_asked: bool = False  # of this process, by a signal; until it has saved
-    stopped_by: int = 0  # the signal that ended the run before its last step
+    held_lock: IO[str] | None = None  # while it is open, no second run can write the same files
+    metric_writers: list[Write] = field(default_factory=list)  # write a log record; rank 0 only
+    step: int = 0  # number of steps done; during a step, its number
+    saved_step: int = 0  # the step that --checkpoint-path holds, 0 = nothing saved by this run yet
+    # Time of the last save, else of the start, in seconds of `time.monotonic`.
+    saved_at: float = field(default_factory=lambda: monotonic())
+    save_asked: bool = False  # a signal asked this process for a save that is not done yet
+    stopped_by: int = 0  # number of the signal that ended the run early, 0 = none
     best_val_loss: float = math.inf
-    # Losses of the last steps' micro-batches, each (A,) on the device: one alone says little.
+    # Losses of the last steps, each (A,) on the device, to average: one step's loss is noisy.
     recent_losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=50))
-    # When a line of the log was said; before the first, when the run was set up.
+    # Time of the last log line, else of the setup, in seconds of `time.perf_counter`.
     last_log_time: float = field(default_factory=lambda: time.perf_counter())
-    # The log record of the step that was resumed from, if it has not been logged yet.
+    # Log record of the step that the run resumed from, if that step has not been logged yet.
     pending_record: dict[str, Any] = field(default_factory=dict)
-    # Of a policy, and of the bytes that it was seen to take, the next one that needs less; None:
-    # none does, or nobody can tell.
+    # `next_policy(policy, peak_bytes)` returns the step with the next policy that needs less memory
+    # than `policy`, whose peak was measured as `peak_bytes` (None: not measured). It returns None
+    # if no policy needs less, or if the memory cannot be predicted.
     next_policy: Callable[..., StepMemory | None] = lambda *_: None
-    check: Callable[[], None] = lambda: None  # is model.py exact with the model's policy?
-    # The policies with which memory ran out, and a step began again with a deeper one.
+    # Raises UsageError if model.py is not exact with the model's policy.
+    check: Callable[[], None] = lambda: None
+    # The policies with which memory ran out before the step was repeated with a deeper policy.
     rescues: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.wrapped: nn.Module = self.model  # as the loop calls it: itself, or in DDP's wrapper
+        self.wrapped: nn.Module = self.model  # the module that the loop calls, or DDP's wrapper
         device, float16 = self.process.device.type, self.precision == torch.float16
         self.scaler = torch.amp.GradScaler(device, enabled=float16)
-        # It makes its tensors at its first use. In a step that could fail half-way.
+        # The scaler allocates its tensors at its first use. In a step that could run out of memory.
         self.scaler.scale(torch.zeros((), device=self.process.device))
 
     @cached_property
     def token_bytes(self) -> Tensor:
-        """(V,) bytes that each token id stands for."""
+        """Bytes of text that each token id stands for, (vocab_size,) int64, on the device."""
         return torch.from_numpy(self.data.tokenizer.byte_lengths()).to(self.process.device)
 
     @property
     def micro_batches(self) -> int:
-        """In a step, of all processes."""
+        """Number of micro-batches in a step, in all processes together."""
         return self.args.grad_accum_steps * self.process.replicas
 
     def autocast(self) -> torch.autocast:
-        """Matmuls in the chosen precision; LayerNorm, softmax and loss stay in float32.
+        """Return a context in which matmuls run in the chosen precision; LayerNorm, softmax and
+        loss stay in float32.
 
-        Without the weight cache: it would hold a low-precision copy of every weight until the
-        forward ends, to save casts that this model does not repeat.
+        The weight cache is off. It would hold a low-precision copy of every weight until the end of
+        forward, to save casts that this model does not repeat.
         """
         enabled = self.precision != torch.float32
-        dtype = self.precision if enabled else None  # float32 is no dtype of autocast's
+        dtype = self.precision if enabled else None  # autocast accepts no float32
         device_type = self.process.device.type
         return torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=False)
 
 
 def save(run: Run, path: Path, record: dict[str, Any]) -> None:
-    """Write a snapshot of the run. All processes call it, process 0 writes."""
+    """Write a snapshot of the run to `path`. `record`: the log record of its step.
+
+    All processes must call this together; rank 0 writes. Raises SaveError if the disk does not take
+    the snapshot.
+    """
     newest = path == run.args.checkpoint_path
-    whole = run.process.full_state_dict(run.model, run.optimizer)
+    full_state = run.process.full_state_dict(run.model, run.optimizer)
     if run.process.rank == 0:
         state = {
             **run.run_info,
-            **whole,
+            **full_state,
             "scaler": run.scaler.state_dict(),
             "step": run.step,
             "best_val_loss": run.best_val_loss,
@@ -113,26 +122,28 @@ def save(run: Run, path: Path, record: dict[str, Any]) -> None:
 
 
 def save_is_asked(run: Run) -> bool:
-    """Does this process want a save: by a signal, or because --save-minutes are over?"""
+    """Return True if a signal asked this process for a save, or if --save-minutes are over."""
     minutes = run.args.save_minutes
     return run.save_asked or 0 < 60 * minutes <= monotonic() - run.saved_at
 
 
-# ---- Out of memory in forward or backward: the same again.
+# ---- Out of memory in forward or backward: repeat both.
 #
-# Before its update, a step changes gradients and nothing else. Its data and its dropout masks
-# follow from (seed, number), and no policy changes a bit. So forward and backward can be given up
-# and done again. The run ends with the weights of one that had the deeper policy, or the memory,
-# from the start.
+# Before its update, a step changes only gradients. Its data and its dropout masks follow from
+# (seed, id of the micro-batch), and no policy changes a bit of the result. So forward and backward
+# can be given up and repeated. The run ends with the same weights as a run that had the deeper
+# policy, or enough memory, from the start.
 
 
 def retry_with_less_memory(run: Run, accumulate: Callable[..., list[Tensor]]) -> list[Tensor]:
     """Return `accumulate(run)`: a step's losses, after its forward and backward.
 
-    When memory runs out, do it again with a deeper policy, as often as it takes. Where gradients
-    travel during backward, which then cannot be done again, the first steps are rehearsed.
+    When memory runs out, repeat `accumulate` with a deeper policy, as often as necessary. Where
+    gradients are sent during backward (DDP), backward cannot be repeated. There the first REHEARSED
+    steps are rehearsed: run once without sending gradients, to find a policy that fits.
 
-    Raises the error if no policy needs less, or if --on-out-of-memory says stop.
+    Raises MemoryError if no policy needs less memory, and the allocator's error if the step cannot
+    be repeated or --on-out-of-memory is stop.
     """
     if run.args.on_out_of_memory == "stop":
         return accumulate(run)
@@ -143,7 +154,7 @@ def retry_with_less_memory(run: Run, accumulate: Callable[..., list[Tensor]]) ->
 
 
 def attempt(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]:
-    """`accumulate(run)`, with one policy after the other."""
+    """Return `accumulate(run)`; each time memory runs out, repeat it with the next policy."""
     while True:
         try:
             return accumulate(run)
@@ -154,32 +165,34 @@ def attempt(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]
                 run.process.remember_out_of_memory(run.model.config.recompute)
                 raise
             message = str(error)
-        # Only behind the `except` block: in it the traceback holds the frames, and those hold all
-        # tensors of the step.
+        # Call this after the `except` block: inside it the traceback holds the frames, and the
+        # frames hold all tensors of the step.
         go_deeper(run, message)
 
 
 def go_deeper(run: Run, message: str) -> None:
-    """Free what the failed attempt has made, and take the next policy. Raises MemoryError if there
-    is none."""
+    """Free the memory of the failed attempt, and switch the model to the next policy.
+
+    `message`: of the error. Raises MemoryError with it if no policy needs less memory.
+    """
     process, device, policy = run.process, run.process.device, run.model.config.recompute
     run.clock.discard_step()
     process.discard_gradients(run.optimizer)
-    # A backward that failed leaves its tasks in autograd's queue, and they hold the graph
-    # (pytorch#82218). The next backward clears the queue: this one.
+    # A backward that failed leaves its tasks in autograd's queue, and the tasks hold the graph
+    # (pytorch#82218). The next backward, which is this one, clears the queue.
     torch.zeros((), device=device, requires_grad=True).backward()
     seen = None
     if device.type == "cuda":
-        # Offload may still copy tensors that are free by now. To unmap their memory, the allocator
-        # waits for the stream that computes, and for no other one.
+        # Offload may still be copying tensors that are already free. Before it unmaps their memory,
+        # the allocator waits for the compute stream only. So wait for all streams.
         torch.cuda.synchronize(device)
         seen = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)  # the next peak is that of the policy to come
-        torch.cuda.empty_cache()  # whole segments, without remains of the step between
+        torch.cuda.reset_peak_memory_stats(device)  # so the next peak is the next policy's
+        torch.cuda.empty_cache()  # leaves whole free segments, not split by tensors of this step
     with run.clock.paused("plan"):
         step = take_next_policy(run, seen)
     if step is None:
-        process.remember_out_of_memory(policy)  # this run ends: with it all others do
+        process.remember_out_of_memory(policy)  # this process ends, and with it all others
         raise MemoryError(message)
     run.clock.expect_peak(step.peak)
     taken = run.run_info["config"]["recompute"] = step.config.recompute
@@ -192,17 +205,17 @@ def go_deeper(run: Run, message: str) -> None:
 
 
 def take_next_policy(run: Run, seen: int | None) -> StepMemory | None:
-    """Give the model the next policy that needs less, and return its step.
+    """Give the model the next policy that needs less memory, and return its predicted step.
 
-    `seen`: bytes that the policy before it took, if they were counted.
-    None: no policy needs less, or there is no memory to plan with, either.
+    `seen`: bytes of the failed policy's peak on the GPU; None if they were not measured. Returns
+    None if no policy needs less, or if planning fails, for lack of memory, too.
     """
     config, policy = run.model.config, run.model.config.recompute
     with suppress(Exception):
         while step := run.next_policy(policy, seen):
             policy, seen = step.config.recompute, None
             run.model.config = replace(config, recompute=policy)
-            with suppress(UsageError):  # a changed model.py may be exact under some policies only
+            with suppress(UsageError):  # a changed model.py may be exact with some policies only
                 run.check()
                 return step
     run.model.config = config
@@ -210,10 +223,11 @@ def take_next_policy(run: Run, seen: int | None) -> StepMemory | None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """PyTorch's allocator for GPUs raises a class of its own, all others say so in their message.
+    """Return True if `error` says that memory ran out.
 
-    The buffers of cuBLAS, cuDNN and NCCL are not PyTorch's: that GPU is as full, and the same knobs
-    help.
+    PyTorch's GPU allocator raises a class of its own; all other allocators only say it in their
+    message. cuBLAS, cuDNN and NCCL allocate their own buffers: when those fail the GPU is just as
+    full, and the same flags help.
     """
     messages = (
         "allocate memory|not enough memory|out of memory|OUT_OF_MEMORY|STATUS_ALLOC_FAILED"
@@ -221,6 +235,6 @@ def is_out_of_memory(error: Exception) -> bool:
         "|Failed to CUDA [cm]alloc"  # NCCL
     )
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    # (A mistake of the user's, a ValueError, names a file, which may be called anything.)
+    # (A ValueError is a mistake of the user. It may name a file, and a file may have any name.)
     is_mistake = isinstance(error, ValueError)
     return known or not is_mistake and re.search(messages, str(error)) is not None

@@ -1,4 +1,4 @@
-"""How a run is set up: data, model and optimizer, or the last snapshot of them."""
+"""Set up a run: data, model and optimizer, from scratch or from a snapshot."""
 
 import argparse
 import copy
@@ -52,11 +52,11 @@ from .snapshot import (
     sibling_path,
 )
 
-# Of these flags each process may have its own; all others decide what is trained, or when processes
-# wait for each other. Paths are the machine's own, and "auto" may be what another machine types:
-# what was found there and what was chosen is compared. By its budget each process may take a policy
-# of its own; if all need the same, the smallest decides. What is logged and profiled is for process
-# 0 alone.
+# These flags may differ between processes; all other flags decide what is trained, or when
+# processes wait for each other. Paths differ between machines, and one machine may have "auto"
+# where another names a device or a dtype: the data and the choice are compared instead. With its
+# own memory budget each process may choose its own policy; where all need the same policy, the
+# smallest budget decides. Only rank 0 logs and profiles.
 MAY_DIFFER = set(
     "train_data val_data tokenizer_name checkpoint_path init_from device amp_dtype no_amp "
     "memory_budget log_to profile typed".split()
@@ -70,21 +70,22 @@ HINTS = {
     "torch": "install the same on all machines",
     "the trainer": "start the same on all machines",
 }
-# These may only follow from other flags, as the warm-up from --num-tokens: those are named first.
+# A difference in these flags may follow from another flag (the warm-up from --num-tokens, for
+# example). So a difference in other flags is reported first.
 DERIVED_FLAGS = (
     "--data-seed --max-position-embeddings --num-steps --warmup-steps --lr --min-lr".split()
 )
-# What must be the same in all processes, under the name by which the user can change it.
+# Values that must be the same in all processes, by the name under which the user can change them.
 Facts = dict[str, Any]
 
 
 def start_run(
     args: argparse.Namespace, make_process: Callable[[argparse.Namespace], OneProcess]
 ) -> Run:
-    """The run that the flags ask for; with --resume, those of the snapshot where none were typed.
+    """Set up the run that the flags ask for; with --resume the snapshot supplies untyped flags.
 
-    What a user can get wrong goes wrong here, before anything is written or trained.
-    Raises UsageError, DataError or SnapshotError.
+    All mistakes that a user can make are found here, before anything is written or trained.
+    Raises UsageError, DataError or SnapshotError, and PredictedOutOfMemory if a step can never fit.
     """
     if args.resume and "init_from" in args.typed:
         raise UsageError("--init-from starts a run and --resume goes on with one: leave one out")
@@ -94,8 +95,8 @@ def start_run(
         resume.restore_flags(args, resumed)
     process = make_process(args)
     if resumed is None:
-        # What this very run has saved, before torchrun started it again. The weights that it began
-        # with are not needed then, and need not be there any more.
+        # If torchrun has restarted this run, resume from what the run itself has saved. The weights
+        # of --init-from are not needed then, and may have been deleted.
         resumed = resume.load_own_run(args.checkpoint_path, process.run_id)
         if resumed is not None and args.init_from is not None:
             resume.restore_flags(args, resumed)
@@ -109,13 +110,16 @@ def start_run(
     if resumed is not None:
         resume.check_flags(args, resumed)
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
-    if process.rank == 0:  # it alone logs
+    if process.rank == 0:  # only rank 0 logs
         check_logger(args.log_to)
     return set_up(args, process, origin)
 
 
 def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None) -> Run:
-    """Data, model, optimizer; or the last snapshot of them. Raises what `start_run` does."""
+    """Make data, model and optimizer, and start from `origin`, a snapshot or pretrained weights.
+
+    `origin` None: draw the weights. Raises what `start_run` does.
+    """
     resumed = origin if isinstance(origin, LoadedSnapshot) else None
     device, precision = process.device, choose_precision(args, process.device)
     set_matmul_precision(device, args.tf32)
@@ -136,7 +140,7 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
         resume.check_resumable(resumed.state, identity, resumed.path)
         identity["run"] = resumed.state.get("run")
     check = partial(check_techniques, model, device, precision, process.sp_degree > 1)
-    process.run_on_all_ranks(check)  # (each may have a policy of its own)
+    process.run_on_all_ranks(check)  # (each rank may have its own policy)
     held_lock = process.run_on_rank0(lambda: claim(args.checkpoint_path, resumed))
     process.materialize(model)
     if isinstance(origin, Pretrained):
@@ -150,7 +154,7 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
     run.held_lock, run.next_policy, run.check = held_lock, plan.next_policy, check
     if resumed is not None:
         continue_from(resumed, run)
-    if process.rank == 0:  # it looks at files
+    if process.rank == 0:  # only there, because `describe_run` reads files
         process.print0(describe_run(run, plan.words, origin))
     if args.compile:
         compile_blocks(model)
@@ -161,37 +165,38 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
 def load_data_and_plan(
     args: argparse.Namespace, process: OneProcess, precision: torch.dtype, origin: Origin
 ) -> tuple[Dataset, MemoryPlan]:
-    """Data, model's shape and the memory of a step: the same in all processes.
+    """Load the data and predict the memory of a step; check that all processes train the same.
 
-    A long text takes long to be encoded, into data/cache. So the step is planned before, with the
-    largest vocabulary that the text can have; and what is wrong with anything else is told.
+    Encoding a long text (into data/cache) takes long. So the memory is predicted before, with the
+    largest vocabulary that the text can have, and all other mistakes are found before, too.
+    Raises what `start_run` does.
     """
-    process.init_process_group()  # so far each process by itself; from here on together
+    process.init_process_group()  # until here each process worked alone; from here on together
     check_same_on_all_ranks(process.all_gather_object(run_facts(args, process, precision, origin)))
     resuming = isinstance(origin, LoadedSnapshot)
     process.run_on_rank0(lambda: check_path(args.checkpoint_path, resuming))
-    # Until they are restored: a step does not need them twice.
+    # Bytes of CPU memory that the snapshot's tensors take until they are restored.
     held = bytes_of(origin.state) if isinstance(origin, LoadedSnapshot) else 0
     config = model_config(args, process.run_on_all_ranks(lambda: max_vocab_size(args, origin)))
     with process.progress_message("predicting the memory of a step"):
         plan = plan_memory(args, process, config, precision, held)
     data = process.run_on_all_ranks(lambda: find_data(args, process, origin))
     check_same_on_all_ranks(process.all_gather_object(data_facts(data)))
-    # (A bpe has fewer ids if its text has no more pairs.)
+    # (A trained bpe has fewer ids than --vocab-size if its text has too few pairs to merge.)
     config = replace(plan.config, vocab_size=data.tokenizer.vocab_size)
     return data, plan._replace(config=config)
 
 
-# ---- Do all processes train the same? What each says of itself when they meet, and what differs.
+# ---- Check that all processes train the same: each sends its facts, and rank 0's are compared.
 #
-# Several machines are started by hand, each with a command line and a disk of its own. With another
-# --lr on one of them the weights would drift apart without a word.
+# Several machines are started by hand, each with its own command line and its own disk. If one of
+# them had another --lr, the weights would drift apart without an error.
 
 
 def run_facts(
     args: argparse.Namespace, process: OneProcess, precision: torch.dtype, origin: Origin
 ) -> Facts:
-    """All but the data."""
+    """Return all facts that must be the same in all processes, except those of the data."""
     snapshot = "no snapshot to go on from"
     if isinstance(origin, LoadedSnapshot):
         snapshot = f"step {origin.state['step']} of run {str(origin.state.get('run'))[:8]}"
@@ -208,35 +213,39 @@ def run_facts(
 
 
 def data_facts(data: Dataset) -> Facts:
-    """What must be the same of the data."""
+    """Return the facts of the data that must be the same in all processes."""
     prints = f"{data.fingerprint[:8]} {data.tokenizer.fingerprint[:8]}"
     return {"--train-data": f"{data.description}, fingerprint {prints}"}
 
 
 def check_same_on_all_ranks(of_each: list[Facts]) -> None:
-    """Raise UsageError for the first thing in which the processes differ; `of_each`: by rank."""
+    """Raise UsageError for the first fact in which processes differ. `of_each`: facts by rank."""
     first = of_each[0]
     for name in sorted(first, key=DERIVED_FLAGS.__contains__):
         for rank, facts in enumerate(of_each):
             if facts[name] != first[name]:
-                way_out = HINTS.get(name, "start all with the same flags")
-                has = f"rank 0 has {first[name]}, rank {rank} has {facts[name]}"
-                raise UsageError(f"{name}: {has}: {way_out}")
+                hint = HINTS.get(name, "start all with the same flags")
+                difference = f"rank 0 has {first[name]}, rank {rank} has {facts[name]}"
+                raise UsageError(f"{name}: {difference}: {hint}")
 
 
 # ---- Parts of a run
 
 
 def max_vocab_size(args: argparse.Namespace, origin: Origin) -> int:
-    """The largest vocabulary that the run can have, known without its data. Raises DataError, or
-    SnapshotError as `tokenizer_of` does."""
+    """Return the largest number of token ids that the run can have, without reading its data.
+
+    Raises DataError, or SnapshotError as `tokenizer_of` does.
+    """
     tokenizer = tokenizer_of(origin)
     return tokenizer.vocab_size if tokenizer else vocab_size_of(args)
 
 
 def tokenizer_of(origin: Origin) -> Tokenizer | None:
-    """The tokenizer of the run that goes on, or of the weights that it starts from; None: of
-    neither. Raises SnapshotError if what a snapshot holds is none."""
+    """Return the tokenizer of the snapshot or of the pretrained weights; None if there is none.
+
+    Raises SnapshotError if the snapshot holds no valid tokenizer.
+    """
     if not isinstance(origin, LoadedSnapshot):
         return origin.tokenizer if origin else None
     try:
@@ -246,7 +255,10 @@ def tokenizer_of(origin: Origin) -> Tokenizer | None:
 
 
 def start_log(run: Run) -> None:
-    """The first that is written: an older run's files are renamed, metrics.jsonl is opened."""
+    """Rename an older run's files and open metrics.jsonl, on rank 0: the run's first writes.
+
+    Also opens the logger of --log-to.
+    """
     path = run.args.checkpoint_path
     if run.process.rank == 0:
         if run.step == 0:
@@ -258,9 +270,10 @@ def start_log(run: Run) -> None:
 
 
 def find_data(args: argparse.Namespace, process: OneProcess, origin: Origin = None) -> Dataset:
-    """What the flags of the group "data" ask for, by `tokenizer_of(origin)` if there is one.
+    """Return the data that the flags of the group "data" ask for.
 
-    Raises DataError, or SnapshotError if that is none.
+    The text is encoded with `tokenizer_of(origin)`, if there is one. Raises DataError, or
+    SnapshotError as `tokenizer_of` does.
     """
     flags = {name: getattr(args, name) for name in [*resume.DATA, "data_seed", "seq_len"]}
     return find_dataset(**flags, tokenizer=tokenizer_of(origin), say=process.print0)
@@ -269,11 +282,11 @@ def find_data(args: argparse.Namespace, process: OneProcess, origin: Origin = No
 def run_info(
     args: argparse.Namespace, process: OneProcess, config: MiniGPTConfig, data: Dataset
 ) -> State:
-    """The part of a snapshot that says which run it is of (plain types, no tensors)."""
-    # (--profile is of this start, and not of the run: --resume does not take it over.)
+    """Return the part of a snapshot that identifies its run, in plain types, without tensors."""
+    # (--profile belongs to one start of the run, not to the run: --resume does not restore it.)
     flags = {name: v for name, v in vars(args).items() if name not in ("typed", "profile")}
     flags["checkpoint_path"] = str(args.checkpoint_path)
-    for name in ("train_data", "val_data"):  # from the root: --resume may come from elsewhere
+    for name in ("train_data", "val_data"):  # absolute: --resume may run in another folder
         flags[name] = flags[name] and [os.path.abspath(path) for path in flags[name]]
     flags["init_from"] = args.init_from and os.path.abspath(args.init_from)
     return {
@@ -282,7 +295,7 @@ def run_info(
         "args": flags,
         "typed": sorted(args.typed & flags.keys()),
         "tokenizer": data.tokenizer.state(),
-        # That share a sum, and so decide how it is rounded; a GPU's are its own.
+        # CPU threads split a sum, so their number decides how it is rounded. On a GPU it does not.
         "threads": torch.get_num_threads() if process.device.type == "cpu" else None,
         "data": {
             "description": data.description,
@@ -293,15 +306,19 @@ def run_info(
 
 
 def continue_from(resumed: LoadedSnapshot, run: Run) -> None:
-    """Put the run where the snapshot left it."""
+    """Give a new run the state of a snapshot: weights, optimizer, step, best validation loss.
+
+    If the snapshot is not the newest file of the run, it becomes that. Raises SnapshotError if the
+    snapshot does not fit.
+    """
     args, process = run.args, run.process
     resume.restore(resumed, run)
     run.step = run.saved_step = resumed.state["step"]
     record = resumed.state.get("record", {})
     if resumed.path != args.checkpoint_path and process.rank == 0:
         promote_snapshot(resumed.path, args.checkpoint_path)
-    # The snapshot was written before its step was evaluated and logged. Was that still done?
-    # Process 0 alone has the log.
+    # A snapshot is written before its step is evaluated and logged. Look in the log, which only
+    # rank 0 has, whether that was still done.
     log = sibling_path(args.checkpoint_path, ".metrics.jsonl")
     logged = (
         process.all_gather_object(process.run_on_rank0(lambda: logged_at(run.step, log)))[0] or {}
@@ -311,28 +328,29 @@ def continue_from(resumed: LoadedSnapshot, run: Run) -> None:
         run.best_val_loss = min(resumed.state["best_val_loss"], logged.get("val_loss") or math.inf)
 
 
-# ---- Do policies and model.py agree?
+# ---- Check the policies against model.py, which a user may have changed.
 #
-# A policy calls the parts of a block, and spells none of their arithmetic. So a changed part is
-# followed. But a replay has to give what forward gave, and some lines prevent that: a random number
-# that config.dropout does not know of, a count of calls. And the chunked loss stands in
-# memory/head.py. So for those who change model.py each is compared with what it does plainly.
+# A policy calls the parts of a block and has no arithmetic of its own, so it follows a changed
+# part. But a recompute must give the same results as forward, and some lines prevent that: a random
+# number although config.dropout is 0, for example, or a counter of calls. And the chunked loss is
+# in memory/head.py, apart from model.py. So each technique is compared with model.py without it.
 
-TOKENS = 8
+TOKENS = 8  # number of tokens in these comparisons
 
 
 def check_techniques(
     model: MiniGPT, device: torch.device, precision: torch.dtype, shared: bool = False
 ) -> None:
-    """Compare the techniques that a model's config asks for with what model.py does plainly.
+    """Compare the techniques that a model's config asks for with model.py without them.
 
-    One block of each kind runs forward and backward on a few tokens, under its policy and without.
-    What it returns, and all gradients, have to be equal to the bit; the loss and its gradients up
-    to rounding. The model may have no memory yet (device "meta"), and is not changed. `precision`:
-    of autocast, or float32. `shared`: processes share each sequence, so a block may look at other
-    tokens in Attention.attend only.
+    One block of each kind runs forward and backward on a few tokens, with its policy and without.
+    Its result and all gradients must be equal to the bit; the loss and its gradients must be equal
+    up to rounding. The model may be on device "meta", and is not changed.
 
-    Raises UsageError, which says what differs, and the way out.
+    `precision`: dtype of autocast; float32: no autocast. `shared`: processes share each sequence,
+    so a block may look at other tokens only in Attention.attend.
+
+    Raises UsageError that names the difference and a remedy.
     """
     checked = set[Any]()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
@@ -355,7 +373,7 @@ def check_techniques(
 
 
 def check_ends(model: MiniGPT) -> None:
-    """Compare the order of blocks, the lookup and the loss; see `check_techniques`."""
+    """Compare the order of blocks, the embedding lookup and the loss; see `check_techniques`."""
     ours, config, policy = cast(Any, model), model.config, model.config.recompute
     known = policy in ("none", "full") and config.mlp_chunks == 1
     if not known and [run for run, _ in ours.blocks_with_recompute.plain(model)] != [*model.blocks]:
@@ -379,14 +397,14 @@ def check_ends(model: MiniGPT) -> None:
 
 
 def module_settings(module: nn.Module) -> tuple:
-    """What tells one kind of module from another."""
+    """Return the type, the weights' shapes and the attributes of a module, to compare modules."""
     shapes = [(name, weight.shape) for name, weight in module.named_parameters(recurse=False)]
     values = [(name, repr(its)) for name, its in vars(module).items() if not name.startswith("_")]
     return type(module), *shapes, *values
 
 
 def new_block(model: MiniGPT, i: int, device: torch.device) -> Any:
-    """A copy of block `i` with random weights."""
+    """Return a copy of block `i` on `device`, with random weights."""
     block = copy.deepcopy(model.blocks[i]).to_empty(device=device)
     torch.manual_seed(0)
     for weight in block.parameters():
@@ -397,7 +415,7 @@ def new_block(model: MiniGPT, i: int, device: torch.device) -> Any:
 def compare_block(
     model: MiniGPT, i: int, policy: str, device: torch.device, precision: torch.dtype
 ) -> str:
-    """What differs between block `i` under a policy and without; "" if nothing does."""
+    """Return what differs between block `i` with a policy and without; "" if nothing does."""
     config, block = replace(model.config, n_layers=1, recompute=policy), new_block(model, i, device)
     alone = SimpleNamespace(
         config=config, blocks=[block.train()], training=True, parameters=block.parameters
@@ -409,6 +427,7 @@ def compare_block(
     before = random.getstate()
 
     def run(calls: Iterable) -> list[Tensor]:
+        """Run forward and backward; return result, gradients and states of random generators."""
         torch.manual_seed(0)
         random.seed(0)
         y, has_dropout = x * 1, config.dropout > 0
@@ -420,13 +439,13 @@ def compare_block(
                     if recompute
                     else call(y)
                 )
-        found = [y, *torch.autograd.grad(y, [*inputs.values()], grad, materialize_grads=True)]
-        return [*found, default_generator(x.device).get_state(), torch.tensor(random.random())]
+        tensors = [y, *torch.autograd.grad(y, [*inputs.values()], grad, materialize_grads=True)]
+        return [*tensors, default_generator(x.device).get_state(), torch.tensor(random.random())]
 
     try:
-        # (On a GPU fused attention adds in any order.)
+        # (On a GPU fused attention adds in an order that varies from run to run.)
         with sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext():
-            plain, found = run([(block, False)]), run(model.blocks_with_recompute(alone))
+            plain, recomputed = run([(block, False)]), run(model.blocks_with_recompute(alone))
         if (
             POLICIES[policy].supports_mlp_chunks
             and config.mlp_chunks != 1
@@ -439,15 +458,16 @@ def compare_block(
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     finally:
         random.setstate(before)
-    # A replay that draws numbers of which config.dropout does not know leaves others for the next.
+    # If a recompute draws random numbers that config.dropout does not announce, the generators are
+    # in another state afterwards. So their states are compared, too.
     drawn = "what torch draws next", "what Python draws next"
     names = "its result", *(f"the gradient of {name}" for name in inputs), *drawn
-    pairs = zip(names, plain, found, strict=True)
+    pairs = zip(names, plain, recomputed, strict=True)
     return next((f"{name} differs" for name, a, b in pairs if not torch.equal(a, b)), "")
 
 
 def sees_others(model: MiniGPT, i: int, device: torch.device) -> bool:
-    """Does block `i`, but for attention, look at other tokens, or at positions?"""
+    """Return True if block `i` looks at other tokens, or at positions, outside of attention."""
     block = new_block(model, i, device).eval()
     x = torch.randn(1, TOKENS, model.config.d_model, device=device)
     block.attn.attend = lambda qkv, kv_cache=None: qkv[..., : x.size(2)]
@@ -455,6 +475,9 @@ def sees_others(model: MiniGPT, i: int, device: torch.device) -> bool:
 
 
 def differs(run: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Is the result (1, T, C) of the last tokens another one without those before them?"""
+    """Return True if the last tokens' results change when the tokens before them are left out.
+
+    `run` maps x, (1, T, C), to a tensor of the same shape.
+    """
     last = slice(TOKENS // 2, None)
     return not torch.allclose(run(x)[:, last], run(x[:, last]), rtol=1e-3, atol=1e-4)

@@ -1,6 +1,6 @@
-"""How a run ends: done, stopped by a signal, by NaNs, by a full disk or memory, by a mistake.
+"""End a run: done, or stopped by a signal, by NaNs, by a full disk or memory, or by a mistake.
 
-Each has its exit code and one line that says how to go on.
+Each end has its exit code, and one line that says how to go on.
 """
 
 import argparse
@@ -35,21 +35,22 @@ def run_safely(
     train: Callable[[Run], dict[str, Any]],
     complain: Callable[[object], None] = print_error,
 ) -> int:
-    """Set up and `train`; turn what went wrong, unless it is a bug, into one line and an exit code.
+    """Set up a run and `train` it; return the exit code.
 
-    0 done, 2 bad input, 3 stopped safely, 4 out of memory, 128 + n stopped by signal n.
+    An error that is not a bug becomes one line, printed by `complain`, and an exit code: 0 done,
+    2 bad input, 3 stopped safely, 4 out of memory, 128 + n stopped by signal n. Any other error,
+    which is a bug, is raised.
     """
     run = None
     try:
         run = start_run(args, make_process)
-        with run.held_lock or nullcontext():  # (a process that lives on may start another run)
+        with run.held_lock or nullcontext():  # (the process may start another run after this one)
             try:
                 code = train_and_tell(run, train)
             finally:
                 finish_logs()
         process = run.process
-        run = None  # and with it DDP's wrapper: it must go before its connections do. (None of
-        # the lines below needs it any more.)
+        run = None  # frees DDP's wrapper, which must end before its connections
         process.close()
         return code
     except (UsageError, SnapshotError, NotFinite, PredictedOutOfMemory) as error:
@@ -72,13 +73,17 @@ def run_safely(
         line = peer_failure_message(error)
         if line is None:
             raise
-        # (Without a run it may be done.) Each at once: torchrun ends those that live.
+        # Every process prints its own line at once, because torchrun ends the other processes soon.
+        # (Without a run no hint: training may be done, as `run` is None after it, too.)
         print_error(f"{line}; {resume_hint(run)}" if run else line)
         return 3
 
 
 def train_and_tell(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
-    """`train`, and the last lines of a run that was not in vain; returns the exit code."""
+    """Call `train` and print the last lines of the run; return the exit code, 0 or 128 + signal.
+
+    If data cannot be read, save the finished steps (with one process) and raise DataError.
+    """
     args, say = run.args, run.process.print0
     if run.step >= args.num_steps and not run.pending_record:
         say(
@@ -90,8 +95,8 @@ def train_and_tell(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
     first = run.step
     try:
         record = train(run)
-    except DataError:  # a file that was there is gone, or shorter: the weights are good
-        run.step = first + run.clock.steps  # those that were finished
+    except DataError:  # a data file has disappeared or became shorter: the weights are good
+        run.step = first + run.clock.steps  # the last step that was finished
         if run.step > run.saved_step and run.process.world_size == 1:
             save(run, args.checkpoint_path, {})
         raise
@@ -99,19 +104,21 @@ def train_and_tell(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
         after = f"{signal.Signals(run.stopped_by).name} after step {run.step:,}"
         say(f"stopped  {after}: saved; go on with --resume: {resume_command(run)}")
         return 128 + run.stopped_by
-    text = sample_text(run)  # by all: if the model is sharded, each forward needs all
+    text = sample_text(run)  # in all processes: the forward of a sharded model needs all
     seconds = time.perf_counter() - PROCESS_START
     say(describe_result(run, record, text, seconds_before, seconds))
     return 0
 
 
 class Signals:
-    """What is asked of a run from outside: to stop, by Ctrl-C (SIGINT), a cluster's SIGTERM, or a
-    terminal that is closed (SIGHUP, which `nohup` has it ignore); or to save and go on (SIGUSR1).
+    """Context around training that receives signals.
 
-    A context around training. The handler only takes a note (and says so, as a step may be long):
-    the signal may come anywhere in the step. A second Ctrl-C or SIGTERM does what signals do: it
-    ends the process at once.
+    Ctrl-C (SIGINT), a cluster's SIGTERM, and a closed terminal's SIGHUP (ignored under `nohup`) ask
+    the run to stop. SIGUSR1 asks it to save and go on.
+
+    A signal may come anywhere in a step, so the handler only sets a variable, and prints a line,
+    as a step may take long. A second Ctrl-C or SIGTERM ends the process at once, as it would
+    without this context.
     """
 
     def __init__(self, run: Run):
@@ -121,24 +128,25 @@ class Signals:
         self.received = 0
         self.before = {}
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
-            number = getattr(signal, name, None)  # Windows has the first two
+            number = getattr(signal, name, None)  # Windows has only the first two
             if number and not (name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):
                 self.before[number] = signal.signal(number, self.on_signal)
         return self
 
     def on_signal(self, number: int, frame: object) -> None:
+        """Record signal `number` for the end of this step; print a line on rank 0."""
         name = signal.Signals(number).name
         if name == "SIGUSR1":
             self.run.save_asked = True
             line = "saving   after this step, and going on"
         else:
             self.received = number
-            is_hangup = name == "SIGHUP"  # shell and system may both send it
+            is_hangup = name == "SIGHUP"  # ignored: shell and system may both send it
             signal.signal(number, signal.SIG_IGN if is_hangup else signal.SIG_DFL)
             again = "" if is_hangup else "; again to stop at once"
             line = f"stopping finishing this step and saving{again}"
         if self.run.process.rank == 0:
-            with suppress(OSError):  # not print: the signal may have come in the middle of one
+            with suppress(OSError):  # not print: the signal may have interrupted a print
                 os.write(2, f"\n{line}\n".encode())
 
     def __exit__(self, *exception: object) -> None:
@@ -147,47 +155,50 @@ class Signals:
 
 
 class NotFinite(Exception):
-    """Training cannot go on: infinities and NaNs, step after step."""
+    """Loss or gradients were infinite or NaN in several steps in a row; training cannot go on."""
 
 
 def nan_if_infinite(loss: Tensor) -> Tensor:
-    """The same loss, if it is finite; else one whose gradients are all NaN.
+    """Return `loss`, (), unchanged if it is finite; else a loss whose gradients are all NaN.
 
-    An infinite loss can have finite gradients (the right token's logit is -inf): nothing would be
-    wrong with the gradients' norm, by which a step is skipped. inf * 0 + 1 is NaN, and so is all
-    that it is multiplied with; a finite loss is multiplied by exactly 1.
+    An infinite loss can have finite gradients (if the right token's logit is -inf). Then their norm
+    would be finite, too, and the update would not be skipped. So the loss is multiplied by
+    loss * 0 + 1: that is exactly 1 if the loss is finite, else NaN.
     """
     return loss * (loss.detach() * 0 + 1)
 
 
 class SkippedUpdates:
-    """How many updates in a row the device has skipped; Python learns of each one step late.
+    """Count the updates that the device skipped in a row; Python sees each one a step later.
 
-    What decides, the gradients' norm, is in the device's memory. Reading it right away would make
-    Python wait for a GPU in each step, and then the GPU for Python. So it is copied while both work
-    on, and looked at when the next step is on its way, or when it has to be known (`read_last`).
+    The gradients' norm decides whether an update is skipped, and it is in the device's memory. If
+    Python read it at once, Python would wait for the GPU in each step, and then the GPU for Python.
+    So the norm is copied in the background, and read during the next step, or earlier if it must be
+    known (`read_last`).
     """
 
     def __init__(self, run: Run):
         self.run, self.in_a_row = run, 0
-        self.unread: tuple[int, Tensor] | None = None  # a step, and the norm that was its own
-        # (Only a GPU's copy is in the background. Elsewhere this event does nothing.)
+        self.unread: tuple[int, Tensor] | None = None  # the last step, and its norm
+        # (Only a copy from a GPU runs in the background. For other devices the event does nothing.)
         on_gpu = run.process.device.type == "cuda"
         self.copied = torch.cuda.Event() if on_gpu else torch.cpu.Event()
 
     def add(self, grad_norm: Tensor) -> None:
-        """Take the norm () of the step just done; look at the one before, as `read_last` does."""
+        """Store the norm, (), of the step just done; read that of the step before (`read_last`)."""
         self.read_last()
         self.unread = self.run.step, grad_norm.to("cpu", non_blocking=grad_norm.is_cuda)
         self.copied.record()
 
     def read_last(self) -> int:
-        """How many in a row, the step just done included; waits for it. Says of each one, once,
-        that it was skipped. Raises NotFinite after too many.
+        """Return the number of updates skipped in a row, up to the last step; wait for that step.
 
-        A single bad batch is no reason to stop. Nor is float16, whose GradScaler looks for the
-        largest scale that just does not overflow, by overflowing now and then; but from 65,536
-        down to 1 it needs 16 halvings, so a longer series has another reason.
+        Prints one warning about each skip. Raises NotFinite after 3 skips in a row, with float16
+        after 20.
+
+        A single bad batch is no reason to stop. With float16 some skips are normal: GradScaler
+        searches the largest scale that does not overflow, and overflows now and then. But from
+        65,536 down to 1 it needs 16 halvings, so a longer series has another cause.
         """
         if self.unread is None:
             return self.in_a_row
@@ -204,20 +215,20 @@ class SkippedUpdates:
                 f"to {step}: try {flags}; --detect-anomaly finds the operation; {resume_hint(run)}"
             )
         if self.in_a_row:
-            what = "loss or gradients are not finite, update skipped"
+            message = "loss or gradients are not finite, update skipped"
             if float16:
-                what += f" (float16: the loss scale is now {run.scaler.get_scale():g})"
-            run.process.print0(f"warning  step {step}: {what}")
+                message += f" (float16: the loss scale is now {run.scaler.get_scale():g})"
+            run.process.print0(f"warning  step {step}: {message}")
         return self.in_a_row
 
 
 def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> str:
-    """Return the settings that memory ran out with, and the first change that could help."""
+    """Return the settings with which memory ran out, and the first change that could help."""
     if run is None:
         return f"{settings(args)}; try a smaller model (--n-layers), or less data (--max-tokens)"
     less = None
     policy = run.model.config.recompute
-    with suppress(Exception):  # there may be no memory to plan with
+    with suppress(Exception):  # planning may fail for lack of memory, too
         less = run.next_policy(policy)
     now = settings(with_flags(args, use_activation_checkpoint=policy))
     back = f"; {resume_hint(run)}" if run.saved_step else ""
@@ -225,7 +236,10 @@ def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> st
 
 
 def resume_hint(run: Run | None) -> str:
-    """Say what to do when training had to stop, or (None) did not begin; a command stands last."""
+    """Return a hint how to continue: `run` stopped, or, if None, never began.
+
+    A command to paste, if any, stands last.
+    """
     if run and run.saved_step:
         saved = f"{run.args.checkpoint_path}, step {run.saved_step}"
         return f"go on from {saved}, with --resume: {resume_command(run)}"

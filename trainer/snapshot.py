@@ -1,20 +1,20 @@
-"""Save and load snapshots: one file that holds everything a run needs to go on.
+"""Save and load snapshots: one file that holds everything a run needs to resume.
 
-A run takes a name for its snapshots without taking another run's files: before it starts it looks
-whether it may write there (`check_path`), and locks the name (`claim`); what an older run has left
-under it is renamed (`rename_older_run`).
+A run never overwrites the files of another run. Before it starts, it checks that it may write to
+its path (`check_path`), locks the path (`claim`), and renames the files that an older run left
+there (`rename_older_run`).
 
-A snapshot is a dict of plain types and tensors, written by `torch.save` and read with
-`weights_only=True`, so that opening somebody's file never runs their code. The file that
-`--checkpoint-path` names is the newest one; beside it lie, from the same stem, `.prev.pt` (the one
-before) and `.best.pt` (lowest validation loss).
+A snapshot is a dict of plain types and tensors. `torch.save` writes it, and it is read with
+`weights_only=True`, so opening a file from another person never runs code in it. The file that
+`--checkpoint-path` names is the newest snapshot. Beside it, with the same stem, are `.prev.pt` (the
+snapshot before) and `.best.pt` (lowest validation loss).
 
-A snapshot is written before its step is evaluated and logged; `record` is the log line that was due
-then, for the run that goes on from it. `run` names the run, for torchrun's restarts
+A snapshot is written before its step is evaluated and logged. Its `record` is the log record of the
+step, so that a resumed run can log it. Its `run` is the id of the run, for restarts by torchrun
 (resume.load_own_run).
 
-What is *not* in it: random-number state and the position in the data. Both are functions of the
-step (see `train_minimal.train_step`), and what need not be saved cannot be restored wrongly.
+A snapshot holds *no* random-number state and *no* position in the data. Both are functions of the
+step (see `train_minimal.accumulate`), so they need not be saved and cannot be restored wrongly.
 """
 
 import errno
@@ -38,8 +38,8 @@ from torch.utils._pytree import tree_leaves
 
 State = dict[str, Any]
 
-# What a run needs to go on. `config`, `args` and `tokenizer` also let scripts/generate.py work
-# from the file alone.
+# Keys that a run needs to resume. With `config`, `args` and `tokenizer` scripts/generate.py needs
+# no file but the snapshot.
 KEYS = {
     "model": dict,
     "optimizer": dict,
@@ -51,45 +51,46 @@ KEYS = {
     "data": dict,
     "best_val_loss": float,
 }
-# Names that differ in nothing else have the same log, and the same lock.
+# Paths that differ only in their ending have the same log and the same lock.
 ENDINGS = ("", ".pt", ".pth", ".ckpt")
-# What lies beside a snapshot (see `sibling_path`): others of the same run, and what tells of it.
+# Other files of a run, beside its newest snapshot (see `sibling_path`): snapshots and logs.
 SUFFIXES = (".prev.pt", ".best.pt", ".metrics.jsonl", ".trace.json", ".tensorboard")
 
 
 class SnapshotError(ValueError):
-    """A snapshot cannot be written, read or continued; one line that says why and what to do."""
+    """A snapshot cannot be written, read or resumed; the message has the reason and a remedy."""
 
 
 class SaveError(Exception):
-    """The disk is full, or gone. What was saved before is untouched."""
+    """A save failed: the disk is full, or gone. Earlier snapshots are untouched."""
 
 
 def sibling_path(path: Path, suffix: str) -> Path:
-    """`checkpoints/run.pt`, `.prev.pt` -> `checkpoints/run.prev.pt`."""
-    # `lr0.01` and `lr0.02` are two runs: what follows the last point is not always an ending.
+    """Return `path` with another ending: `checkpoints/run.pt` and `.prev.pt` give
+    `checkpoints/run.prev.pt`."""
+    # `lr0.01` and `lr0.02` are two runs: the text after the last dot is not always an ending.
     ending = next(ending for ending in reversed(ENDINGS) if path.name.endswith(ending))
     return path.with_name(path.name.removesuffix(ending) + suffix)
 
 
 def is_sibling(path: Path) -> bool:
-    """Is it the name of a run's `.prev.pt` or `.best.pt`?"""
+    """Return True if `path` is the name of some run's `.prev.pt` or `.best.pt`."""
     return sibling_path(path, "").suffix in (".prev", ".best")
 
 
 def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None:
     """Write `state` to `path` so that a crash at any moment leaves a complete snapshot.
 
-    Never in place: a process that dies half-way through overwriting its only snapshot has lost
-    the run. The new file is complete, and on the disk (fsync), before a rename, which is atomic,
-    gives it its name. With `keep_previous` the file that had the name becomes `.prev.pt`.
+    The old snapshot is never overwritten: a process that died during that would have lost the run.
+    The new file is first complete and on the disk (fsync); then a rename, which is atomic, gives it
+    its name. With `keep_previous` the old file becomes `.prev.pt`.
 
-    Raises SaveError if the disk does not take it.
+    Raises SaveError if the file cannot be written.
     """
     with atomic_write(path, bytes_of(state)) as temporary:
         stale = re.compile(re.escape(f".{path.name}.") + r"\d+\.tmp")
         for name in filter(stale.fullmatch, os.listdir(path.parent)):
-            path.with_name(name).unlink()  # of a process that was killed while it saved
+            path.with_name(name).unlink()  # left by a process that was killed during a save
         with open(temporary, "wb") as file:
             torch.save(state, file)
             file.flush()
@@ -99,31 +100,35 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
 
 
 def bytes_of(state: State) -> int:
+    """Return the bytes of all tensors in `state`."""
     return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
 
 
 def temporary_name(path: Path) -> Path:
-    """Where a file is written, by this process, before it takes the name of `path`."""
+    """Return the path to which this process writes a file before it renames it to `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 @contextmanager
 def atomic_write(path: Path, n_bytes: int) -> Iterator[Path]:
-    """A name to write to, then the rename to `path`: nothing is left of it if that fails. Raises
-    SaveError with what the operating system says, and how much room is needed."""
-    # Of this process alone: where there are no locks, two runs may save under one name.
+    """Yield a temporary path to write to; then rename that file to `path`.
+
+    After a failure the temporary file is deleted. Raises SaveError, with the operating system's
+    reason and, if the disk is full, with the `n_bytes` that are needed.
+    """
+    # Each process has its own temporary name: without locks two runs may save to the same path.
     temporary = temporary_name(path)
     try:
         yield temporary
         os.replace(temporary, path)
-        if os.name == "posix":  # the renames themselves are safe once the folder is on the disk
+        if os.name == "posix":  # a rename is on the disk only when its folder is
             folder = os.open(path.parent, os.O_RDONLY)
             os.fsync(folder)
             os.close(folder)
     except BaseException as error:
         with suppress(OSError):  # the folder may be gone
             temporary.unlink(missing_ok=True)
-        # torch.save speaks of an "unexpected pos"; the reason is the error that it was handling.
+        # torch.save raises "unexpected pos ..."; the real reason is the error that it was handling.
         reason = error if isinstance(error, OSError) else error.__context__
         if isinstance(reason, OSError):
             raise SaveError(cannot_save(path, reason, n_bytes)) from None
@@ -131,7 +136,7 @@ def atomic_write(path: Path, n_bytes: int) -> Iterator[Path]:
 
 
 def cannot_save(path: Path, error: OSError, n_bytes: int) -> str:
-    """One line: the file, the reason and, on a full disk, the bytes needed and free."""
+    """Return an error line: the file, the reason and, on a full disk, the MB needed and free."""
     reason = error.strerror or str(error)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"cannot save {path}: {reason}"
@@ -145,15 +150,15 @@ def cannot_save(path: Path, error: OSError, n_bytes: int) -> str:
 
 
 def read_snapshot(path: Path) -> State:
-    """Read one snapshot file onto the CPU.
+    """Read a snapshot file into CPU memory.
 
-    The CPU, because a copy on the GPU beside the model and optimizer would take their memory a
-    second time. The checksums first: `torch.load` does not look at those that `torch.save` wrote,
-    and takes a flipped bit for a weight.
+    A copy on the GPU, beside model and optimizer, would take their memory a second time. The
+    checksums in the file are verified first: `torch.save` writes them, but `torch.load` ignores
+    them, and would accept a flipped bit in a weight.
 
-    Raises SnapshotError: missing, damaged, or not a snapshot of this project.
+    Raises SnapshotError if the file is missing, damaged, or no snapshot of this project.
     """
-    if os.path.exists(path) and not os.path.isfile(path):  # (to open a pipe would wait for ever)
+    if os.path.exists(path) and not os.path.isfile(path):  # (opening a pipe could wait forever)
         raise SnapshotError(f"{path} is not a file")
     try:
         with zipfile.ZipFile(path) as archive:
@@ -169,7 +174,7 @@ def read_snapshot(path: Path) -> State:
         raise
     except OSError as error:
         raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from None
-    except Exception:  # zipfile and torch raise many kinds for a file that is not what it was
+    except Exception:  # zipfile and torch raise many types of errors for a damaged file
         raise SnapshotError(f"{path} is no snapshot, or a damaged one") from None
     if strange := find_defect(state):
         raise SnapshotError(f"{path} is no MiniGPT snapshot (no {strange}, or a strange one)")
@@ -177,14 +182,14 @@ def read_snapshot(path: Path) -> State:
 
 
 def load(file: Path | BinaryIO, device: str) -> Any:
-    """What torch.save wrote, if it is plain data."""
-    with warnings.catch_warnings():  # of what no snapshot is: a program, a sparse tensor
+    """Load a file of torch.save that holds only plain data and tensors."""
+    with warnings.catch_warnings():  # torch warns of programs and sparse tensors: not in snapshots
         warnings.simplefilter("ignore")
         return torch.load(file, map_location=device, weights_only=True)
 
 
 def find_defect(state: Any) -> str | None:
-    """The first key that a snapshot of ours would have otherwise; None if all are as they were."""
+    """Return the first key of KEYS that is missing in `state` or has another type; None if none."""
     for key, kind in KEYS.items():
         if not isinstance(state, dict) or not isinstance(state.get(key), kind):
             return key
@@ -192,8 +197,11 @@ def find_defect(state: Any) -> str | None:
 
 
 def check_shapes(path: Path, weights: State, model: State) -> None:
-    """Raise SnapshotError unless the weights in a snapshot, or in a folder of GPT-2, have the names
-    and shapes of `model`, the state dict that model.py makes of the file's configuration."""
+    """Raise SnapshotError unless `weights` have the names and shapes that `model` has.
+
+    `weights`: state dict in a snapshot, or in a folder of GPT-2. `model`: the state dict that
+    model.py makes for the file's configuration.
+    """
     for name in model | weights:
         wants, has = describe_weight(model.get(name)), describe_weight(weights.get(name))
         if has != wants:
@@ -204,7 +212,7 @@ def check_shapes(path: Path, weights: State, model: State) -> None:
 
 
 def describe_weight(weight: object) -> str:
-    """What a weight is, in words that can be compared: any float is as good as another."""
+    """Return a weight's type and shape in words, to compare them; all float dtypes are alike."""
     if weight is None:
         return "nothing"
     if not isinstance(weight, torch.Tensor) or weight.layout != torch.strided:
@@ -214,7 +222,10 @@ def describe_weight(weight: object) -> str:
 
 
 def peek(path: Path) -> State:
-    """A snapshot without its numbers, which may be many GB: tensors on "meta". {} if it is none."""
+    """Read a snapshot without the values of its tensors (many GB): tensors are on device "meta".
+
+    Returns {} if the file is no snapshot.
+    """
     try:
         if path.is_file():
             with open(path, "rb") as file, skip_data():
@@ -227,29 +238,32 @@ def peek(path: Path) -> State:
 
 @dataclass(frozen=True)
 class LoadedSnapshot:
-    """A snapshot to go on from: its contents, its file, and why that is not the one that was
-    named."""
+    """A snapshot to resume from: its contents and its file."""
 
     state: State
     path: Path
-    why: str = ""
+    why: str = ""  # the reason why `path` is not the file that --checkpoint-path names
 
 
-# ---- The name of a run
+# ---- The path of a run
 
 
 def path_error(reason: str) -> SnapshotError:
+    """Return a SnapshotError that names --checkpoint-path."""
     return SnapshotError(f"--checkpoint-path: {reason}")
 
 
 def files_of(path: Path) -> list[Path]:
-    """What a run writes, but for its lock."""
+    """Return all files that a run at `path` writes, except its lock."""
     return [path, *(sibling_path(path, suffix) for suffix in SUFFIXES)]
 
 
 def check_path(path: Path, resuming: bool) -> None:
-    """Raise SnapshotError if what is at `path`, or would share its files, is not this run's. Writes
-    nothing. A name that was typed wrongly must not cost anybody a file that is no snapshot."""
+    """Raise SnapshotError if a run may not use `path`. Writes nothing.
+
+    A new run may not take the place of a file that is no snapshot: a typing error must not cost a
+    user that file. And no run may use a name whose log, lock or older snapshots another run has.
+    """
     if is_sibling(path):
         raise path_error(f"{path} is another run's second file; copy it to a name of its own")
     if not resuming and os.path.exists(path) and not peek(path):
@@ -262,15 +276,16 @@ def check_path(path: Path, resuming: bool) -> None:
 def claim(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
     """Make the folder of `path` and lock the files of a run that is about to start.
 
-    Returns the open lock file, to be held while the run lives; the kernel opens the lock when this
-    process ends.
-    Raises SnapshotError if snapshots could not be written there (hours later is a bad time to
-    learn of a typing error), if another run has them, or has saved since `resumed` was read.
+    Returns the open lock file. Keep it open while the run lives; the kernel releases the lock when
+    this process ends.
+
+    Raises SnapshotError if snapshots cannot be written there (better now than hours later), if
+    another run holds the lock, or if another run has saved since `resumed` was read.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         longest = temporary_name(sibling_path(path, ".2026-11-22-101500-99.metrics.jsonl"))
-        longest.touch()  # a name may be too long, too
+        longest.touch()  # fails if a name is too long
         longest.unlink()
         file = open(sibling_path(path, ".lock"), "a")
     except OSError as error:
@@ -281,7 +296,7 @@ def claim(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise path_error(f"another run is writing to {path}; name another file") from None
-    except (ImportError, OSError):  # Windows; a file system that has no locks
+    except (ImportError, OSError):  # Windows, or a file system without locks
         pass
     if resumed is not None:
         now = peek(resumed.path)
@@ -291,15 +306,16 @@ def claim(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
 
 
 def rename_older_run(path: Path) -> None:
-    """Rename what an older run has saved, for a new run of that name: see `archived_path`.
+    """Rename the files of an older run at `path` (see `archived_path`), for a new run there.
 
-    Nothing is deleted and nothing is overwritten: perhaps somebody has merely forgotten --resume,
-    or will want those weights tomorrow.
+    No file is deleted or overwritten: the user may only have forgotten --resume, or may need those
+    weights later. Raises SnapshotError if a file cannot be renamed.
     """
     aside = archived_path(path)
     if aside is None:
         return
-    # The snapshot comes last: should this process die now, the next one goes on from here.
+    # Rename the newest snapshot last: if this process dies halfway, the next run finds the snapshot
+    # at `path`, and renames the rest.
     files = reversed(list(zip(files_of(path), files_of(aside), strict=True)))
     try:
         for file, renamed in files:
@@ -311,28 +327,30 @@ def rename_older_run(path: Path) -> None:
 
 
 def archived_path(path: Path) -> Path | None:
-    """What the older run at `path` is going to be called: `run.2026-11-22-101500.pt`, by the time
-    at which it last saved, or logged if it saved nothing. None if there is none (what a run wrote
-    that was killed before its first line is empty).
+    """Return the new path for the older run at `path`, e.g. `run.2026-11-22-101500.pt`.
+
+    The time is that of its last save, or of its last log line if it saved nothing. Returns None if
+    there is no older run. (A run killed before its first log line leaves empty files.)
     """
-    there = [file for file in files_of(path) if os.path.lexists(file)]
-    if not any(file.lstat().st_size for file in there):
+    existing = [file for file in files_of(path) if os.path.lexists(file)]
+    if not any(file.lstat().st_size for file in existing):
         return None
-    date = time.strftime("%Y-%m-%d-%H%M%S", time.localtime(there[0].lstat().st_mtime))
+    date = time.strftime("%Y-%m-%d-%H%M%S", time.localtime(existing[0].lstat().st_mtime))
     return unused_path(path, f".{date}")
 
 
 def unused_path(path: Path, suffix: str) -> Path:
-    """`run.SUFFIX.pt`, or else `run.SUFFIX-2.pt`, and so on: the first that no run has."""
+    """Return the first of `runSUFFIX.pt`, `runSUFFIX-2.pt`, ... that no run uses."""
     numbered = (f"-{number}" * (number > 1) for number in count(1))
     names = (sibling_path(path, f"{suffix}{number}.pt") for number in numbered)
     return next(name for name in names if not any(map(os.path.lexists, files_of(name))))
 
 
 def promote_snapshot(source: Path, path: Path) -> None:
-    """Make the snapshot `source`, that a run goes on from, the newest one of the run at `path`.
+    """Copy the snapshot `source`, from which a run resumes, to `path`, as the newest of the run.
 
-    What is there, and could not be read, gets another name: it might be the disk's fault.
+    If there is a file at `path`, it could not be read. It is renamed, not deleted: the disk may be
+    at fault, and the file intact.
     """
     if os.path.lexists(path):
         os.replace(path, unused_path(path, ".damaged"))

@@ -1,4 +1,4 @@
-"""What keeps several processes safe that torchrun started: how they meet, and how they end."""
+"""Connect the processes that torchrun started, and end all of them when one fails."""
 
 import argparse
 import hashlib
@@ -22,16 +22,20 @@ from .device import choose_device
 from .flags import UsageError, print_error
 from .process import OneProcess
 
-# The longest that processes wait for each other; above what one of them alone may take to save, to
-# compile, to read its data. The variable MINIGPT_TIMEOUT_S is for tests, and for slow disks.
+# Seconds that processes wait for each other at most. It is longer than one process alone may take
+# to save, to compile or to read its data. The variable MINIGPT_TIMEOUT_S, which overrides it, is
+# for tests and for slow disks.
 TIMEOUT_S = "1800"
 
 
 class Torchrun(OneProcess):
-    """A process that torchrun has told who it is, and where the others are."""
+    """One of the processes that torchrun started; it reads its rank and address from variables."""
 
     def __init__(self, args: argparse.Namespace):
-        """Raises UsageError if it was not torchrun that started it."""
+        """Read torchrun's environment variables, and choose the device.
+
+        Raises UsageError if torchrun did not start this process, or as `local_device` does.
+        """
         self.args = args
         try:
             self.rank = int(os.environ["RANK"])
@@ -41,38 +45,39 @@ class Torchrun(OneProcess):
             self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             self.address = os.environ["MASTER_ADDR"]
             seconds = float(os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S))
-        except (KeyError, ValueError) as error:  # a variable is not there, or is no number
+        except (KeyError, ValueError) as error:  # a variable is missing, or is not a number
             raise UsageError(
                 f"{self.script} ({str(error)[:80]}): start it with torchrun: torchrun "
                 f"--nproc-per-node=2 {self.script} (for one device: python train_minimal.py)"
             ) from None
         self.timeout = timedelta(seconds=seconds)
         super().__init__(self.local_device(args.device))
-        # The store remembers the name of the run for `torchrun --max-restarts`: it is one of all
-        # processes, and of those that are started again. (See resume.load_own_run.)
+        # The store remembers the id of the run: all processes have the same id, also those that
+        # `torchrun --max-restarts` starts later. (See resume.load_own_run.)
         if self.store is not None:
             self.run_id = self.store.compare_set("minigpt/run", "", self.run_id).decode()
-        words = ["torchrun", f"--nproc-per-node={self.local_world_size}"]
-        if self.world_size > self.local_world_size:  # several machines: this one's part
-            words += [
+        launcher = ["torchrun", f"--nproc-per-node={self.local_world_size}"]
+        if self.world_size > self.local_world_size:  # several machines: the command for this one
+            launcher += [
                 f"--nnodes={os.environ.get('GROUP_WORLD_SIZE', '?')}",
                 f"--node-rank={os.environ.get('GROUP_RANK', '?')}",
                 f"--master-addr={self.address}",
                 f"--master-port={self.port}",
             ]
-        self.command = (*words, *self.command[1:])
+        self.command = (*launcher, *self.command[1:])
 
     @cached_property
     def store(self) -> "dist.Store | None":
-        """Connect to the store in torchrun itself, which lives longer than what torchrun starts.
+        """Return a connection to torchrun's own store, which outlives the processes it starts.
 
-        None if it was something else that sets the same variables.
+        None if another program than torchrun set the environment variables.
         """
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             return None
         store = dist.TCPStore(self.address, self.port, is_master=False, timeout=self.timeout)
-        # Whose store is it? On the first machine that of this process's own torchrun, if that lives
-        # even now: then it has held the port since before it started this process.
+        # The store could belong to a later torchrun on the same port. On the first machine it is
+        # this process's own if its torchrun is still alive: then that torchrun has held the port
+        # since before it started this process.
         end_with_torchrun()
         return store
 
@@ -86,7 +91,10 @@ class Torchrun(OneProcess):
         return self.store.get("minigpt/shortage").decode()
 
     def local_device(self, name: str) -> torch.device:
-        """By --device. Raises UsageError."""
+        """Return the device that --device `name` means for this process, a GPU of its own if any.
+
+        Raises UsageError if there are more processes than GPUs, or if the device cannot be used.
+        """
         device = choose_device(name)
         if device.type == "cuda":
             n_gpus = torch.cuda.device_count()
@@ -101,21 +109,21 @@ class Torchrun(OneProcess):
         return device
 
     def init_process_group(self) -> None:
-        """Connect the CPUs of all processes, by gloo. Raises UsageError if that cannot work here.
+        """Connect the CPUs of all processes by gloo. Raises UsageError if gloo finds no way.
 
-        What they tell each other goes that way; it need not wait for the GPUs. Those are connected
-        when all are known to train the same: NCCL would wait half an hour for a process that found
-        no GPU.
+        Python objects and decisions are sent through this group, so they need not wait for the
+        GPUs. The GPUs are connected later (`new_device_group`), when all processes are known to
+        train the same: NCCL would wait half an hour for a process that found no GPU.
         """
-        where: dict[str, Any] = {"timeout": self.timeout}
+        options: dict[str, Any] = {"timeout": self.timeout}
         if self.store is not None:
-            # The store also remembers the addresses of processes that died (pytorch#135712): those
-            # that are alive meet under a name of their own.
-            name = rendezvous_key(self.store, self.rank, self.world_size, self.timeout)
-            where |= {"store": dist.PrefixStore(name, self.store)}
-            where |= {"rank": self.rank, "world_size": self.world_size}
+            # The store also remembers the addresses of processes that died (pytorch#135712). So
+            # the living processes meet under a key of their own.
+            key = rendezvous_key(self.store, self.rank, self.world_size, self.timeout)
+            options |= {"store": dist.PrefixStore(key, self.store)}
+            options |= {"rank": self.rank, "world_size": self.world_size}
         try:
-            dist.init_process_group("gloo", **where)
+            dist.init_process_group("gloo", **options)
         except RuntimeError as error:
             if not NO_WAY.search(str(error)):
                 raise
@@ -126,19 +134,24 @@ class Torchrun(OneProcess):
             ) from None
 
     def new_device_group(self) -> "dist.ProcessGroup | None":
-        """Connect the devices of all processes, for gradients; None: as the CPUs have met."""
-        if self.device.type == "cpu" or not dist.is_nccl_available():  # (Windows; gloo can do both)
-            return None
+        """Return a new NCCL group of the GPUs of all processes; None: use the default gloo group.
+
+        All processes must call this together.
+        """
+        if self.device.type == "cpu" or not dist.is_nccl_available():
+            return None  # (Windows has no NCCL; gloo can send a GPU's tensors, too)
         return dist.new_group(backend="nccl", timeout=self.timeout, device_id=self.device)
 
 
 def rendezvous_key(store: "dist.Store", rank: int, world_size: int, timeout: timedelta) -> str:
-    """A name that all processes of this attempt agree on, and that no earlier attempt knew.
+    """Return a key that all processes of this attempt agree on, and that no earlier attempt used.
 
-    Each writes a random key over that of its predecessor, then again and again reads all keys and
-    publishes their hash. My key is new, so only a process that is alive can publish a hash with it
-    inside: when all hashes are the same, all are alive and agree. (torchrun also counts attempts,
-    but each machine does so by itself.)
+    Each process writes a random key over the key of its predecessor. Then it repeatedly reads the
+    keys of all ranks and publishes their hash. My key is new, so only a living process can publish
+    a hash that includes it: when all hashes are equal, all processes are alive and agree. (torchrun
+    also counts attempts, but each machine counts by itself.)
+
+    Raises TimeoutError if the processes do not agree within `timeout`.
     """
     store.set(f"minigpt/key/{rank}", uuid.uuid4().hex)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -153,19 +166,20 @@ def rendezvous_key(store: "dist.Store", rank: int, world_size: int, timeout: tim
 
 
 def print_error_once(message: object) -> None:
-    """One line, though all processes may have found the same mistake.
+    """Print an error line once a machine, though all processes may have found the same mistake.
 
-    The first of a machine says it and ends, for which torchrun ends the others. If it has nothing
-    to complain about, they live long enough to say it themselves.
+    The process with local rank 0 prints the line and ends, so torchrun ends the others. The others
+    wait 10 seconds first: if local rank 0 found no mistake, they print the line themselves.
     """
     if os.environ.get("LOCAL_RANK", "0") not in ("0", ""):
         time.sleep(10)
     print_error(message)
 
 
-# What gloo says when it finds no way, or no network interface,
+# Parts of gloo's messages when it finds no way to the others, or no network interface
 NO_WAY = re.compile("connectFullMesh|Unable to find (address|interface)|device.cc")
-# and what NCCL, gloo and the store say when another process is late, and when it is gone.
+# Parts of the messages of NCCL, gloo and the store when another process is late (LATE) or has ended
+# (GONE)
 LATE = re.compile(r"[Tt]imed out|[Tt]imeout")
 GONE = re.compile(
     "gloo/|ncclRemoteError|remote process exited|closed by remote peer|Connection (reset|refused|"
@@ -174,9 +188,9 @@ GONE = re.compile(
 
 
 def peer_failure_message(error: Exception) -> str | None:
-    """What to say if this process failed only because another one did; None if it did not.
+    """Return a line about the failure if another process caused it; None if this one did.
 
-    What NCCL finds wrong on this machine is an error of its own, with its traceback.
+    A fault that NCCL finds on this machine is this process's own error, and gets a traceback.
     """
     text, rank = str(error), os.environ.get("RANK")
     late = isinstance(error, TimeoutError) or LATE.search(text)
@@ -193,22 +207,25 @@ def peer_failure_message(error: Exception) -> str | None:
 
 
 def reason(error: Exception) -> str:
-    """What it says, in short, without the place in C++; NCCL has the reason in its last line."""
-    says = str(error).partition("Last error:")[2] or str(error) or type(error).__name__
-    says = re.sub(r"\[?\S+\.(cc|cpp|h):\d+[],]? ?", "", says)
-    return textwrap.shorten(says, 120, placeholder=" ...")
+    """Return the error's message in at most 120 characters, without the place in C++ code.
+
+    NCCL's reason stands in the last line, after "Last error:".
+    """
+    message = str(error).partition("Last error:")[2] or str(error) or type(error).__name__
+    message = re.sub(r"\[?\S+\.(cc|cpp|h):\d+[],]? ?", "", message)
+    return textwrap.shorten(message, 120, placeholder=" ...")
 
 
 def main_and_exit(main: Callable[[], int]) -> NoReturn:
-    """`main`; if anything went wrong, end this process without further ado."""
+    """Run `main` and exit with its code. After an error end this process without cleaning up."""
     try:
         code = main()
     except Exception:
         code = 1
         traceback.print_exc()
     if code != 0:
-        # Not sys.exit: on its way out Python would wait for a conversation with processes that
-        # in turn wait for this one. torchrun sees the exit code and ends the others.
+        # Not sys.exit: at exit Python would wait for a collective with processes that in turn wait
+        # for this one. torchrun sees the exit code and ends the others.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
