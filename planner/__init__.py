@@ -1,18 +1,20 @@
-"""A training step's memory and time, before it runs. It needs no GPU, and next to no memory.
+"""Predict the memory and the time of a training step before it runs.
 
-step.py       one step of the real model, simulated: start here
-any_model.py  one step of any other model: plan_step
-op_recorder.py  the one log of it: operators and storages. All else is made of that:
-timeline.py   the log, cut into segments; a step is a list of them: bytes after each operator, FLOPs
-              and the bytes that move
-record.py     each storage by name: who made it, why it is there, when it goes
-operators.py  what an operator reads, writes and costs; what a GPU's kernels take besides
-shards.py     what sharding adds
-roofline.py   how long the step takes on a card
-cards.py      the cards: memory, FLOP/s, bytes/s; and which of them --card means
-batches.py    the largest batch, from the steps of two
-choose.py     the fastest way to recompute that fits
-formulas.py   memory and FLOPs as formulas, to check by hand
+A prediction needs no GPU, and almost no memory.
+
+step.py         simulate one step of MiniGPT: start here
+any_model.py    simulate one step of any other model: `plan_step`
+op_recorder.py  record the operators and storages of a step; all results come from this record
+timeline.py     split the record into segments; a step is a list of segments: bytes after each
+                operator, FLOPs, and bytes that move
+record.py       name each storage: the operator that made it, why it exists, when it is freed
+operators.py    an operator: the tensors that it reads and writes, FLOPs, a GPU kernel's workspace
+shards.py       add the memory of sharding
+roofline.py     estimate the seconds of a step on a card
+cards.py        the known cards: memory, FLOP/s, bytes/s; the card that --card means
+batches.py      find the largest batch, from steps of two batch sizes
+choose.py       choose the fastest recompute policy that fits
+formulas.py     memory and FLOPs as formulas, to check by hand
 """
 
 from .any_model import plan_step

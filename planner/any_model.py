@@ -1,8 +1,8 @@
 """Plan one training step of any model: an nn.Module whose forward returns a loss.
 
-A copy of the model takes the step on fake tensors: that needs no GPU and next to no memory, and
-leaves the model alone. `Planner` (planner/step.py) knows more of MiniGPT: each recompute policy,
-sharding, the largest batch that fits.
+A copy of the model runs the step on fake tensors, which have shapes but no data. This needs no GPU
+and almost no memory, and does not change the model. For MiniGPT `Planner` (planner/step.py) can do
+more: all recompute policies, sharding, the largest batch that fits.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ from .step import (
 )
 from .timeline import StepMemory, split_into_segments
 
-# What a model may raise on fake tensors -> in words.
+# Exceptions of a model on fake tensors -> the reason, for the error message.
 WHY_NOT: dict[type[Exception], str] = {
     DataDependentOutputException: "it needs the value of a tensor, and fake tensors have none",
     DynamicOutputShapeException: "it needs the values of a tensor, and fake tensors have none",
@@ -52,29 +52,34 @@ def plan_step(
     precision: torch.dtype = torch.float32,
     device_type: str = "cpu",
 ) -> StepMemory:
-    """Plan the memory of one training step of `model`, in bytes: forward, backward, update.
+    """Return the memory of one training step of `model`, in bytes: forward, backward, update.
 
-    The step is a later one, which finds the optimizer's state, of all trained weights. It drops all
-    that forward returns besides the loss, such as logits, before backward:
-    `model(**batch).loss.backward()`. Not counted are tensors that no module has registered; what
-    closures and globals hold is no copy. An nn.LSTM takes more on a CPU, by a kernel of its own.
+    The step is not the first one: the optimizer's state of all trained weights exists before it.
+    Outputs of forward other than the loss, such as logits, are freed before backward, as in
+    `model(**batch).loss.backward()`. Tensors that no module has registered are not counted, and
+    tensors in closures and globals are not copied. On a CPU an nn.LSTM takes more than planned,
+    because it has its own kernel there.
 
     Args:
         model: on any device ("meta", too), in training mode. It is not changed. Its forward returns
-            the loss, an object with `.loss`, or a tuple that begins with the loss.
-        batch: forward's keyword arguments, or its positional ones.
-        optimizer: makes one for the parameters that are trained: `torch.optim.AdamW`.
-        blocks: modules of the model, in the order in which they run. The plan tells them apart.
-        recompute: "none", or "full": `torch.utils.checkpoint.checkpoint` around each block.
-        precision: of autocast, or float32. (Autocast is a CPU's. On CUDA it leaves more functions
-            in float32, such as `torch.pow`: a model that calls them takes more there.)
-        device_type: "cpu", "cuda" or "mps": the step's device, wherever the model is.
+            the loss (one element), an object with `.loss`, or a tuple that begins with the loss.
+        batch: forward's keyword arguments (a dict), or its positional arguments (a tuple, a list).
+        optimizer: makes the optimizer of a list of the trained parameters: `torch.optim.AdamW`.
+        blocks: modules of the model, in the order in which they run. The plan lists each of them
+            separately.
+        recompute: "none", or "full": an activation checkpoint around each block
+            (`torch.utils.checkpoint.checkpoint`).
+        precision: dtype of autocast; float32: no autocast. (The plan uses the autocast of a CPU.
+            CUDA's runs more functions in float32, such as `torch.pow`. A model that calls them
+            takes more memory there.)
+        device_type: device of the step, "cpu", "cuda" or "mps"; the model may be on another one.
 
-    Raises ValueError: an argument is none of these, forward returns no loss, the model decides by
-    the values of floating-point tensors, or a block does something else when it runs again.
+    Raises ValueError if an argument is invalid, if forward returns no loss, if the model's code
+    depends on values of floating-point tensors, or if a recomputed block does not repeat what it
+    did in forward.
     """
     stack = list(dict.fromkeys(blocks)) if isinstance(blocks, Iterable) else []
-    for is_wrong, words in (
+    for is_wrong, message in (
         (not model.training, "model: call .train() first, this is about a training step"),
         (not isinstance(batch, Mapping | tuple | list), "batch: a dict of arguments, or a tuple"),
         (not callable(optimizer), "optimizer: a function that makes it, as torch.optim.AdamW"),
@@ -86,8 +91,8 @@ def plan_step(
         (device_type not in ("cpu", "cuda", "mps"), f"device_type: cpu, cuda, mps: {device_type}?"),
     ):
         if is_wrong:
-            raise ValueError(words)
-    fake = FakeFloats(allow_non_fake_inputs=True)  # (of tensors that no module has registered)
+            raise ValueError(message)
+    fake = FakeFloats(allow_non_fake_inputs=True)  # unregistered tensors stay real
     leaves = [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
     with fake:
         copies = {id(leaf): copy_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
@@ -95,7 +100,8 @@ def plan_step(
     if recompute == "full":
         for block in stack:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        # (Of transformers, as its own switch does: a replay would fill a cache once more.)
+        # A recomputed block would fill a KV cache a second time. So turn the cache off, as the
+        # package transformers does when it turns checkpoints on.
         configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
         for config in [config for config in configs if hasattr(config, "use_cache")]:
             config.use_cache = False
@@ -116,7 +122,11 @@ def simulate(
     precision: torch.dtype,
     device_type: str,
 ) -> StepMemory:
-    """The step of a model and a batch that are fake."""
+    """Simulate a step of a fake model on a fake batch; return its memory in bytes.
+
+    Raises ValueError if no weight is trained, if forward returns no loss, or if the optimizer
+    updates parameters other than those that it is given.
+    """
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
     names = {tensor: name for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -127,15 +137,15 @@ def simulate(
         updated = [weight for group in optimizer.param_groups for weight in group["params"]]
         if not {*map(id, updated)} <= {*map(id, trained)}:
             raise ValueError("optimizer: make it of the parameters that it is given")
-        for group in [its for its in optimizer.param_groups if its.get("foreach", 0) is None]:
-            # (torch's default there)
+        for group in [g for g in optimizer.param_groups if g.get("foreach", 0) is None]:
+            # torch's default on the planned device. (For these tensors it would be the CPU's.)
             group["foreach"] = device_type == "cuda" and not group.get("fused")
         make_state(optimizer, trained)
     with simulated_on(device_type, fake) as log:
         if blocks:
             register_phase_hooks(blocks, blocks[-1], log)
         for tensor, name in names.items():
-            log.label(tensor, "parameters", name)  # buffers and frozen weights, too
+            log.label(tensor, "parameters", name)  # also buffers and frozen weights
         name_what_is_there(log, names, optimizer, {})
         for tensor in filter(torch.is_tensor, tree_leaves(batch)):
             log.label(tensor, "activations", "batch")
@@ -147,7 +157,10 @@ def simulate(
 
 
 def loss_in(result: Any) -> Tensor:
-    """The loss in what forward returned. Raises ValueError if there is none."""
+    """Return the loss, a tensor of one element, from the result of forward.
+
+    Raises ValueError if the result has no loss, or a loss without a gradient.
+    """
     loss = getattr(result, "loss", result[0] if isinstance(result, tuple) else result)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ValueError(
@@ -157,12 +170,12 @@ def loss_in(result: Any) -> Tensor:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Is it, or is it to become, a tensor without numbers?"""
+    """Return whether a tensor has no data in the simulation: fake, on "meta", or floating-point."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.is_floating_point()
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A copy on the CPU; of what `is_fake`, in a fake mode, without its memory."""
+    """Return a copy on the CPU. If `is_fake`, it has no data: a fake mode must be on."""
     if not is_fake(tensor):
         return tensor.to("cpu", copy=True)
     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
@@ -170,10 +183,10 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 class FakeFloats(FakeTensorMode):
-    """Fake tensors, but for integers that depend on integers only: those are real.
+    """Fake tensor mode in which integer tensors are real if they depend on integer tensors only.
 
-    They are small, and models decide by them: is there padding in this mask, do positions start
-    anew?
+    Such tensors are small, and models branch on their values: does this mask contain padding, do
+    the positions start at 0 again?
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

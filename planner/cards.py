@@ -1,8 +1,9 @@
-"""Cards by name: their memory, FLOP/s and bytes/s, and where each figure is from.
+"""Cards by name: memory, FLOP/s and bytes/s, with the source of each figure.
 
-Peaks, as their makers print them, of products without sparsity (which doubles what NVIDIA's data
-sheets print since Ampere) and with float32 sums (which a GeForce does at half the rate of float16
-sums): what training gets to use. clock.py knows which part of a peak is reached.
+FLOP/s are peaks from the makers, for the matrix products that training can use: without sparsity,
+and with float32 sums. (Sparsity doubles the figures that NVIDIA's data sheets print since Ampere.
+A GeForce has half the rate with float32 sums that it has with float16 sums.) roofline.py has the
+share of a peak that kernels reach.
 """
 
 import argparse
@@ -19,22 +20,25 @@ GIB = 2**30
 def card(
     name: str, gib: float, float32: float, bfloat16: float, float16: float, gb_per_s: float
 ) -> Card:
+    """Return a Card. `gib`: memory in GiB; three rates of products in TFLOP/s; `gb_per_s`: GB/s."""
     rates = float32 * 1e12, bfloat16 * 1e12, float16 * 1e12
     return Card(name, int(gib * GIB), rates, gb_per_s * 1e9)
 
 
-# The columns: memory in GiB; TFLOP/s in float32 (without TF32), bfloat16, float16; GB/s. The memory
-# is what CUDA reports, less than what is sold; Apple's, what Metal lets a GPU have.
+# Columns: memory in GiB; TFLOP/s in float32 (without TF32), bfloat16 and float16; GB/s. Memory is
+# the figure that CUDA reports, which is less than the sold one. For Apple it is the memory that
+# Metal allows a GPU.
 #
-# Memory: the least that cudaGetDeviceProperties, or PyTorch out of memory, told people on Linux.
-# Error correction takes a sixteenth of T4, L4, A10G and RTX 6000 Ada (if it is on there),
-# the driver its part of all. (Estimates, from their siblings: RTX 3070, 3080, 4060 Ti, 4070, 4080,
-# 5080, A10G, the PCIe cards, H200.)
+# Source of NVIDIA's memory: the smallest figure that people saw on Linux, from
+# cudaGetDeviceProperties or from PyTorch when it was out of memory. Error correction takes a
+# sixteenth of T4, L4 and A10G, and of RTX 6000 Ada if it is on. The driver takes a part of every
+# card. Estimates from similar cards: RTX 3070, 3080, 4060 Ti, 4070, 4080, 5080, A10G, the PCIe
+# cards, H200.
 GEFORCE = (
     # FLOP/s, GB/s: "FP16 Tensor with FP32 Accumulate" and "FP32" in the appendices of NVIDIA's
-    # whitepapers GA102 (3070, 3080, 3090), Ada (4080, 4090) and RTX Blackwell (5080, 5090). 3060,
-    # 4060, 4060 Ti, 4070 are younger than those: 4 and 2 FLOPs x CUDA cores x boost clock, of
-    # NVIDIA's product pages.
+    # whitepapers GA102 (3070, 3080, 3090), Ada (4080, 4090) and RTX Blackwell (5080, 5090). RTX
+    # 3060, 4060, 4060 Ti and 4070 came after these papers: their FLOP/s are CUDA cores x boost
+    # clock, from NVIDIA's product pages, x 2 in float32 and x 4 in bfloat16 and float16.
     card("RTX 3060 12GB", 11.6, 12.7, 25.5, 25.5, 360),
     card("RTX 3070", 7.6, 20.3, 40.6, 40.6, 448),
     card("RTX 3080 10GB", 9.6, 29.8, 59.5, 59.5, 760),
@@ -48,11 +52,11 @@ GEFORCE = (
     card("RTX 5090", 31.3, 104.8, 209.5, 209.5, 1792),
 )
 DATA_CENTRE = (
-    # NVIDIA's data sheets of V100 (SXM2), T4, RTX A6000 (a workstation's; its memory is not error-
-    # corrected unless one wants it), RTX 6000 Ada, L4, A100, H100 (SXM and PCIe), H200 SXM and HGX
-    # B200; T4's GB/s: 5,001 MHz x 2 x 256 bits. A10G: AWS's figures (69.5 TFLOP/s have been
-    # measured; the A10's 125, which many tables give it, are another card's).
-    # Neither V100 nor T4 has bfloat16: that runs in float32.
+    # NVIDIA's data sheets of V100 (SXM2), T4, RTX A6000 (a workstation card, whose error correction
+    # is off by default), RTX 6000 Ada, L4, A100, H100 (SXM and PCIe), H200 SXM and HGX B200. GB/s
+    # of T4: 5,001 MHz x 2 x 256 bits. A10G: figures of AWS. (69.5 TFLOP/s were measured. Many
+    # tables give it the 125 TFLOP/s of the A10, which is another card.)
+    # V100 and T4 have no bfloat16: it runs in float32.
     card("V100 16GB", 15.7, 15.7, 15.7, 125, 900),
     card("V100 32GB", 31.7, 15.7, 15.7, 125, 900),
     card("T4", 14.5, 8.1, 8.1, 65, 320),
@@ -69,13 +73,15 @@ DATA_CENTRE = (
     card("B200", 178.3, 75, 2250, 2250, 7700),
 )
 APPLE = (
-    # Memory is bought in several sizes; here those from 16 GB (M1, M2, M3, M4, Pro; M3 Pro 18, M4
-    # Pro 24), 32 (M1 Max, M2 Max), 36, 48 (the others Max), 64 (Ultra). Of up to 32 GB two thirds,
-    # of more three quarters: recommendedMaxWorkingSetSize, as seen with 16, 32 and 96 GB; the rest
-    # are estimates, and macOS 26 allows more. Fewer GPU cores are sold, too: here all, unless said.
+    # Each chip is sold with several memory sizes. The table has the smallest from 16 GB on: 16 GB
+    # for M1, M2, M3, M4 and Pro chips (M3 Pro 18, M4 Pro 24), 32 for M1 Max and M2 Max, 36 and 48
+    # for the other Max chips, 64 for Ultra. A GPU may use two thirds of up to 32 GB, and three
+    # quarters of more: recommendedMaxWorkingSetSize, seen with 16, 32 and 96 GB. For other sizes
+    # that is an estimate, and macOS 26 allows more. Chips are also sold with fewer GPU cores: the
+    # table assumes all cores if the name has no number of cores.
     # GB/s: Apple's announcements and technical specifications (M4 Max's 410: unconfirmed). FLOP/s:
-    # announced for M1 to M1 Ultra and M2, whose FLOP/s a core M2 Pro and Max have, too. M3 and M4:
-    # estimates, 256 FLOPs x cores x 1.4 and 1.57 GHz; tables of others go up to 16 % higher.
+    # announced for M1 to M1 Ultra and M2. M2 Pro and M2 Max: the M2's FLOP/s per core. M3 and M4:
+    # estimates, 256 FLOPs x cores x 1.4 and 1.57 GHz; other tables are up to 16 % higher.
     card("M1", 10.6, 2.6, 2.6, 2.6, 68.25),
     card("M1 Pro", 10.6, 5.2, 5.2, 5.2, 200),
     card("M1 Max", 21.3, 10.4, 10.4, 10.4, 400),
@@ -94,8 +100,8 @@ APPLE = (
 )
 CARDS = {card.name: card for card in (*GEFORCE, *DATA_CENTRE, *APPLE)}
 
-# Other names of the same cards, those that CUDA reports among them. It does not tell sizes of which
-# there are several: such a name is that of the one size above.
+# Other names of these cards, among them names that CUDA reports. Such a name may lack the memory
+# size, though cards with other sizes exist: then it means the size in the tables above.
 ALIASES = {
     "RTX 3060": "RTX 3060 12GB",
     "RTX 3080": "RTX 3080 10GB",
@@ -113,28 +119,28 @@ ALIASES = {
 
 
 def normalize_name(name: str) -> str:
-    """In small letters, without blanks, hyphens, and brands."""
+    """Return a card's name in lower case, without blanks, hyphens, underscores and brands."""
     return re.sub("^(nvidia|apple)?(geforce|tesla)?(rtx)?", "", re.sub("[-_ ]", "", name.lower()))
 
 
-THIS_MACHINE = "this-machine"  # --card measures it
+THIS_MACHINE = "this-machine"  # a value of --card: measure the device
 NAMED = {normalize_name(name): ALIASES.get(name, name) for name in (*CARDS, *ALIASES, THIS_MACHINE)}
 
 
 def card_name(text: str) -> str:
-    """An argparse type: the name in CARDS of the card that a person means, or THIS_MACHINE.
+    """Return the name in CARDS of the card that `text` means, or THIS_MACHINE: an argparse type.
 
-    It takes "RTX 4090", "rtx-4090", "4090", "a100_40gb", and what torch.cuda.get_device_name()
-    says. Raises ArgumentTypeError, one line with all names, if there is none or the text leaves
-    open which.
+    It accepts "RTX 4090", "rtx-4090", "4090", "a100_40gb", and names that
+    torch.cuda.get_device_name() returns. Raises ArgumentTypeError if the text means no card, or may
+    mean several. The message is one line with all names.
     """
     if normalize_name(text) not in NAMED:
-        near = [
-            known
-            for known in CARDS
-            if normalize_name(text) and normalize_name(known).startswith(normalize_name(text))
+        similar = [
+            name
+            for name in CARDS
+            if normalize_name(text) and normalize_name(name).startswith(normalize_name(text))
         ]
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        hint = f"did you mean {' or '.join(similar)}? " if similar else ""
         raise argparse.ArgumentTypeError(
             f"unknown card {text!r}; {hint}known: {', '.join(CARDS)}; or {THIS_MACHINE}, measured; "
             "of any other, --device cuda --memory-budget 16GiB tells what fits"
@@ -143,25 +149,29 @@ def card_name(text: str) -> str:
 
 
 def find_card(device_name: str, memory: int) -> Card | None:
-    """The card that CUDA calls so and that has about as many bytes; None if it is not in the table.
+    """Return the card with this name in CUDA and about `memory` bytes (15 %); None if unknown.
 
-    Laptops' GPUs, parts of one (MIG) and other forms are other cards; so is an RTX 3060 of 8 GB.
+    A laptop's GPU, a part of a GPU (MIG) and other variants are other cards. So is an RTX 3060 of
+    8 GB.
     """
     card = CARDS.get(NAMED.get(normalize_name(device_name), ""))
     return card if card and 0.85 < memory / card.memory < 1.15 else None
 
 
 def clock_card(args: argparse.Namespace, device: torch.device) -> Card | None:
-    """The card that --card names; without it a CUDA GPU that is known. None: nobody can tell.
+    """Return the card to estimate seconds for; None if it is unknown.
 
-    This machine is measured, at the shape of the model's attention: two or three seconds.
+    `args`: a trainer's flags. --card names the card; without it, it is this machine's CUDA GPU if
+    CARDS has it. With --tf32 the card's float32 products are as fast as TF32: half of the bfloat16
+    rate, if that is more. `--card this-machine` measures the device, and attention at the model's
+    shape, in two or three seconds.
     """
     if args.card == THIS_MACHINE:
         return this_machine(device, args.seq_len, args.d_model // args.n_heads)
     card = CARDS.get(args.card)
     if card is None and device.type == "cuda":
-        there = torch.cuda.get_device_properties(device)
-        card = find_card(there.name, there.total_memory)
+        properties = torch.cuda.get_device_properties(device)
+        card = find_card(properties.name, properties.total_memory)
     if card and args.tf32:
         float32, bfloat16, float16 = card.flops
         card = replace(card, flops=(max(float32, bfloat16 / 2), bfloat16, float16))
@@ -169,5 +179,5 @@ def clock_card(args: argparse.Namespace, device: torch.device) -> Card | None:
 
 
 def device_type(card: Card) -> str:
-    """The kind of device that a card of the table is: "cuda", or of Apple's M1 to M4 "mps"."""
+    """Return the device type of a card in CARDS: "mps" for Apple's M1 to M4, else "cuda"."""
     return "mps" if card.name.startswith("M") else "cuda"

@@ -1,4 +1,4 @@
-"""Choose by prediction: the fastest way to recompute that fits."""
+"""Choose the fastest recompute policy that fits, by prediction."""
 
 import math
 from collections.abc import Sequence
@@ -11,47 +11,57 @@ from .roofline import Card
 from .step import Planner
 from .timeline import StepMemory
 
-UNIFORM_POLICIES = (*RECOMPUTE_POLICIES, "full/2")  # all blocks alike
+UNIFORM_POLICIES = (*RECOMPUTE_POLICIES, "full/2")  # one policy for all blocks
 
 
 def pick_recompute(
     planner: Planner, batch_size: int, budget: int, card: Card | None = None
 ) -> StepMemory:
-    """The fastest way to recompute whose peak stays within `budget` bytes.
+    """Return the step with the fastest recompute policy whose peak is at most `budget` bytes.
 
-    It tries every policy in all blocks, and every pair: one policy in the first N blocks, another
-    one in the rest, for every N. On a `card` the fastest takes the least seconds. Without one it
-    does the fewest matrix products' FLOPs twice, then replays the least.
-    Of equals it has the smallest peak. If nothing fits, the smallest peak of all is returned.
-    Nested groups, which are slower than all of these, are tried where none of them fits.
+    The candidates are every policy in all blocks, and every pair of policies: one in the first N
+    blocks, another in the rest, for every N. With a `card` the fastest step takes the fewest
+    seconds. Without a card it has the lowest `recompute_cost`, above all the fewest recomputed
+    FLOPs of matrix products. Of equally fast steps the one with the smallest peak is returned.
 
-    Only the rungs are simulated (mixes are put together of their segments).
+    If no candidate fits, nested groups are tried, which are slower than all candidates. If they do
+    not fit either, the step with the smallest peak of all is returned.
+
+    Only steps with one policy for all blocks are simulated. Their segments make up the other steps.
     """
     none = planner.step(batch_size, recompute="none")
     if none.peak <= budget:
         return none
-    ways = candidates(planner, batch_size, card)
-    for way in ways:
-        if way.peak <= budget:
-            return way
-    least = min(ways, key=lambda way: way.peak)
+    steps = candidates(planner, batch_size, card)
+    for step in steps:
+        if step.peak <= budget:
+            return step
+    smallest = min(steps, key=lambda step: step.peak)
     for nested in nested_policies(planner.config.n_layers):
-        least = min(least, planner.step(batch_size, recompute=nested), key=lambda way: way.peak)
-        if least.peak <= budget:
+        smallest = min(
+            smallest, planner.step(batch_size, recompute=nested), key=lambda step: step.peak
+        )
+        if smallest.peak <= budget:
             break
-    return least
+    return smallest
 
 
 def nested_policies(n_layers: int) -> list[str]:
-    """The nested groups whose inputs take the least, n_layers / K + K of them; the fastest first;
-    none where `full` has no more."""
+    """Return the strings `full/K+nested` that keep the fewest block inputs, the fastest first.
+
+    With groups of K blocks n_layers / K + K inputs exist at a time. `full` keeps n_layers: where
+    these are no more, the result is empty.
+    """
     sizes = {math.isqrt(n_layers), math.isqrt(n_layers - 1) + 1}
-    few = sorted(K for K in sizes if K + math.ceil(n_layers / K) < n_layers)
-    return [f"full/{K}+nested" for K in few]
+    group_sizes = sorted(K for K in sizes if K + math.ceil(n_layers / K) < n_layers)
+    return [f"full/{K}+nested" for K in group_sizes]
 
 
 def candidates(planner: Planner, batch_size: int, card: Card | None = None) -> list[StepMemory]:
-    """Those of `pick_recompute`, the fastest first; of equals, the one with the smallest peak."""
+    """Return the candidates of `pick_recompute`: the fastest first, then the smallest peak first.
+
+    `card`: sort by seconds on it; None: by recomputed FLOPs.
+    """
 
     def cost(step: StepMemory) -> tuple:
         replayed = recompute_cost(step.config, step.seq_len)
@@ -62,30 +72,39 @@ def candidates(planner: Planner, batch_size: int, card: Card | None = None) -> l
     return sorted(steps, key=cost)
 
 
-def pareto_frontier(ways: list[StepMemory]) -> list[StepMemory]:
-    """Of any budget, what is taken: the first of these that fits. Without recompute, if that fits;
-    and each that takes less than all that are faster."""
-    found = [way for way in ways if way.config.recompute == "none"]
-    for way in ways:
-        if way.peak < found[-1].peak:
-            found.append(way)
-    return found
+def pareto_frontier(steps: list[StepMemory]) -> list[StepMemory]:
+    """Return the steps that `pick_recompute` takes for some budget: always the first that fits.
+
+    `steps`: `candidates`, the fastest first. The result begins with the step that recomputes
+    nothing. Each further step has a smaller peak than all faster ones.
+    """
+    frontier = [step for step in steps if step.config.recompute == "none"]
+    for step in steps:
+        if step.peak < frontier[-1].peak:
+            frontier.append(step)
+    return frontier
 
 
 def uniform_steps(planner: Planner) -> list[str]:
-    """RUNGS; under shards, which are gathered block by block, no group of blocks; without fused
-    attention, nothing that keeps the result of its operator."""
+    """Return the policies of UNIFORM_POLICIES that suit the planner's device and sharding.
+
+    Sharded weights are gathered block by block, so groups of blocks are left out. Without fused
+    attention (on "mps") policies that keep the result of its operator are left out.
+    """
     left_out = {"full/2"} if planner.shard_degree > 1 else set()
     if planner.device_type == "mps":
         left_out |= {name for name, policy in POLICIES.items() if policy.by_operator}
-    return [rung for rung in UNIFORM_POLICIES if rung not in left_out]
+    return [policy for policy in UNIFORM_POLICIES if policy not in left_out]
 
 
-def policy_strings(n_layers: int, rungs: Sequence[str] = UNIFORM_POLICIES) -> list[str]:
-    """One rung for all blocks, or one for the first N and another one for the rest. (A group is for
-    the first ones, and whole.)"""
-    names = list(rungs)
-    for first, rest in permutations(rungs, 2):
+def policy_strings(n_layers: int, policies: Sequence[str] = UNIFORM_POLICIES) -> list[str]:
+    """Return a policy string for each policy in all blocks, and for each pair of policies.
+
+    A pair has one policy in the first N blocks, another in the rest. Groups of blocks are only in
+    the first part, and N is a multiple of their size.
+    """
+    names = list(policies)
+    for first, rest in permutations(policies, 2):
         policy, _, group = first.partition("/")
         if policy not in ("none", rest) and "/" not in rest:
             for n in range(int(group or 1), n_layers, int(group or 1)):

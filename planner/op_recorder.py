@@ -1,10 +1,9 @@
-"""One log of a step: which operators ran, what they touched, and which storages came and went.
+"""Record one step: the operators that ran, the storages that they used, and when these were freed.
 
-The model runs on *fake* tensors, which have shapes and storages but no memory, while an
-`OpRecorder` looks on. That works on any machine, also for models that would not fit in it. All that
-the planner tells of a step is made of this one list: bytes over time (timeline.py), FLOPs and bytes
-that move (timeline.py), names and reasons (record.py). `kept_for_backward` is the simplest use of
-it.
+The model runs on *fake* tensors, which have shapes and storages but no memory, and an `OpRecorder`
+records it. This works on any machine, also for models that do not fit in its memory. All results of
+the planner come from this record: bytes over time (timeline.py), FLOPs and bytes that move
+(timeline.py), names and reasons (record.py). `kept_for_backward` is its simplest use.
 """
 
 import math
@@ -27,63 +26,64 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .operators import EMPTY, count_flops, precision_of, signature, tensors_in
 
 ROOT = Path(__file__).parent.parent
-RUNS_AGAIN = ("model.py", "memory/policies.py")  # in backward: their lines are a replay's
+RUNS_AGAIN = ("model.py", "memory/policies.py")  # in backward their lines are a recomputation
 
 
 @dataclass(eq=False)
 class Storage:
-    """A piece of memory; described as the first tensor that lived in it."""
+    """A piece of memory, described by the first tensor in it."""
 
     nbytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    born: int  # the operator that made it, counted from 1; 0 = was there before
-    died: float = math.inf  # the last operator that saw it
-    operator: str = ""  # "addmm"
-    line: str = ""  # "model.py:87", the line that asked for it
+    born: int  # number of the operator that made it, from 1 on; 0: it existed before the step
+    died: float = math.inf  # number of the last operator while it exists
+    operator: str = ""  # name of the operator that made it: "addmm"
+    line: str = ""  # the line that called this operator: "model.py:87"
     phase: str = ""  # forward, head, backward or optimizer
-    block: int | None = None  # that was at work
-    replayed: bool = False  # by an activation checkpoint, in backward
-    kind: str = ""  # one of KINDS; "": as planner/timeline.py sorts it
-    name: str = ""  # what it is, if somebody said so: "blocks.0.ln_1.weight"
-    reason_alive: str = ""  # it is there: see planner/record.py
+    block: int | None = None  # index of the block that ran
+    replayed: bool = False  # made by the recomputation of an activation checkpoint
+    kind: str = ""  # one of KINDS; "": planner/timeline.py chooses it
+    name: str = ""  # "blocks.0.ln_1.weight"; "": planner/record.py chooses it
+    reason_alive: str = ""  # why it exists; "": planner/record.py chooses it
 
 
 class CallSite(NamedTuple):
-    """Who asked for an operator."""
+    """The module and the line that called an operator."""
 
-    module: str  # "blocks.0.mlp.c_fc"; "": the model itself, or nothing in it
+    module: str  # "blocks.0.mlp.c_fc"; "": the model itself, or no module
     line: str  # "model.py:106"
-    is_backward: bool = False  # then they are those of its forward
+    is_backward: bool = False  # an operator of backward: module and line are those of its forward
 
 
 UNKNOWN_SITE = CallSite("", "")
 
-PhaseMark = tuple[int, str, int | None]  # (from this operator on, phase, block that is at work)
+# (number of its first operator, phase, index of the block that runs)
+PhaseMark = tuple[int, str, int | None]
 
 
 class Op(NamedTuple):
-    """An operator that ran. A view has nothing but a place."""
+    """An operator that ran. A view has no name; only its `place` and `site` are set."""
 
     name: str
     place: PhaseMark
     site: CallSite = UNKNOWN_SITE
-    inputs: tuple[tuple[str, Storage], ...] = ()  # by the names of its arguments
-    outputs: tuple[tuple[int, Storage], ...] = ()  # (which of its results, storage)
-    bytes: int = 0  # that it reads and writes
-    flops: float = 0
-    precision: int = 0  # of its products: index into PRECISIONS
-    times: int = 1  # it stands for so many that do the same
+    inputs: tuple[tuple[str, Storage], ...] = ()  # (argument, storage)
+    outputs: tuple[tuple[int, Storage], ...] = ()  # (index of the result, new storage)
+    bytes: int = 0  # number of bytes that it reads and writes
+    flops: float = 0  # of matrix products, 2 a multiply-add
+    precision: int = 0  # dtype of its products: index into PRECISIONS
+    times: int = 1  # number of equal operators that this one represents
 
 
 class OpRecorder(TorchDispatchMode):
-    """Notes operators and storages, without keeping any tensor alive.
+    """Dispatch mode that records operators and storages. It keeps no tensor alive.
 
     Args:
-        sources: knows who asks for an operator.
-        inside: tells the bytes that a kernel takes and gives back while it runs, which nobody sees
-            after it (see planner/operators.py).
+        sources: finds the call site of each operator; None: no call sites.
+        kernel_workspace: (operator, args) -> bytes that the operator's kernel takes only while it
+            runs (planner/operators.py); None: no workspaces.
     """
 
     def __init__(
@@ -92,33 +92,35 @@ class OpRecorder(TorchDispatchMode):
         super().__init__()
         self.sources, self.inside = sources, kernel_workspace
         self.places: list[PhaseMark] = [(0, "", None)]
-        self.ops = [Op("", self.places[0])]  # by number; the first stands for what was before
+        self.ops = [Op("", self.places[0])]  # by number; operator 0 is the time before the step
         self.storages: list[Storage] = []  # in order of birth
-        self.known: dict[int, tuple[weakref.ref, Storage]] = {}  # by address, while they live
-        self.times = 1  # each operator from now on stands for so many that do the same
-        self.forward_end = 0  # the operator with which forward ended
-        # Of each tensor that offload sends away: its bytes, and the place that was at work.
+        self.known: dict[int, tuple[weakref.ref, Storage]] = {}  # live storages, by address
+        self.times = 1  # number of equal operators that each operator from now on represents
+        self.forward_end = 0  # number of forward's last operator
+        # For each tensor that offload copies out: its bytes, and the phase and block that run.
         self.moved: list[tuple[int, PhaseMark]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # (nobody compiles here; what torch wraps it in costs more than the log)
+        return False  # nothing is compiled here, and torch's wrapper costs more than recording
 
     @property
     def n_ops(self) -> int:
-        """The number of the last operator."""
+        """Number of operators so far, which is the number of the last one."""
         return len(self.ops) - 1
 
     def enter_phase(self, phase: str, block: int | None = None) -> None:
+        """Begin a phase with the next operator. `block`: index of the block that runs, or None."""
         self.places.append((self.n_ops + 1, phase, block))
 
     @property
     def phase(self) -> str:
+        """Name of the current phase."""
         return self.places[-1][1]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # nothing happens, and it is asked all the time
+            return args[0].fake_device  # it does no work, and torch calls it very often
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         names = (parameter.name for parameter in signature(func).parameters)
@@ -132,42 +134,46 @@ class OpRecorder(TorchDispatchMode):
     # ---- operators
 
     def record_op(self, func: Any, arguments: dict[str, Any], results: list[Tensor]) -> None:
-        """Record what an operator did, after it ran."""
-        its, place, at = signature(func), self.places[-1], self.n_ops + 1
-        if its.name in EMPTY and results[0].numel() == 0:
-            return  # (an activation checkpoint of torch 2.9 begins with one, and keeps it)
-        source = self.sources.current(*place[1:]) if self.sources else UNKNOWN_SITE
-        operator = "" if its.is_view else func.__name__
-        storages = [self.add(tensor, operator, source) for tensor in results]
-        if its.is_view:
-            self.ops.append(Op("", place, source))
+        """Record an operator that has just run.
+
+        `func`: its overload. `arguments`: its arguments by name. `results`: the tensors that it
+        returned.
+        """
+        schema, place, number = signature(func), self.places[-1], self.n_ops + 1
+        if schema.name in EMPTY and results[0].numel() == 0:
+            return  # an activation checkpoint of torch 2.9 makes an empty tensor, and keeps it
+        site = self.sources.current(*place[1:]) if self.sources else UNKNOWN_SITE
+        operator = "" if schema.is_view else func.__name__
+        storages = [self.add(tensor, operator, site) for tensor in results]
+        if schema.is_view:
+            self.ops.append(Op("", place, site))
             return
-        made = [(i, storage) for i, storage in enumerate(storages) if storage.born == at]
-        given = []
-        # Bytes by (storage, where in it the tensor begins): x * x reads x once.
+        outputs = [(i, storage) for i, storage in enumerate(storages) if storage.born == number]
+        inputs = []
+        # (storage, offset of the tensor) -> bytes, because x * x reads x once.
         reads: dict[tuple[Storage, int], int] = {}
-        writes = {(s, int(results[i].storage_offset())): extent(results[i]) for i, s in made}
-        for parameter in its.parameters:
+        writes = {(s, int(results[i].storage_offset())): extent(results[i]) for i, s in outputs}
+        for parameter in schema.parameters:
             for tensor in tensors_in(arguments.get(parameter.name)):
-                view, size = (self.storage_of(tensor), int(tensor.storage_offset())), extent(tensor)
-                given.append((parameter.name, view[0]))
+                key, size = (self.storage_of(tensor), int(tensor.storage_offset())), extent(tensor)
+                inputs.append((parameter.name, key[0]))
                 if parameter.is_table:
-                    added = arguments.get("src", arguments.get("source"))
-                    size = min(size, (results[0] if added is None else added).nbytes)
+                    added_rows = arguments.get("src", arguments.get("source"))
+                    size = min(size, (results[0] if added_rows is None else added_rows).nbytes)
                 if parameter.is_read:
-                    reads[view] = size
+                    reads[key] = size
                 if parameter.is_written:
-                    writes[view] = size
-        touched = [*reads.items(), *writes.items()] if writes and its.name not in EMPTY else []
+                    writes[key] = size
+        accesses = [*reads.items(), *writes.items()] if writes and schema.name not in EMPTY else []
         op = Op(
-            its.name,
+            schema.name,
             place,
-            source,
-            tuple(given),
-            tuple(made),
-            bytes=sum(size for (storage, _), size in touched if storage.device.type == "cpu"),
-            flops=count_flops(its.name, arguments, results),
-            precision=precision_of(its.name, arguments),
+            site,
+            tuple(inputs),
+            tuple(outputs),
+            bytes=sum(size for (storage, _), size in accesses if storage.device.type == "cpu"),
+            flops=count_flops(schema.name, arguments, results),
+            precision=precision_of(schema.name, arguments),
             times=self.times,
         )
         self.ops.append(op)
@@ -175,8 +181,12 @@ class OpRecorder(TorchDispatchMode):
     # ---- storages
 
     def add(self, tensor: Tensor, operator: str = "", source: CallSite = UNKNOWN_SITE) -> Storage:
-        """The storage of `tensor`: known (the tensor is a view, or changed in place) or new. It
-        dies with the last tensor that lives in it."""
+        """Return the `Storage` of a tensor; add it if it is new.
+
+        The storage of a view, or of the result of an in-place operator, is known already. A storage
+        dies with its last tensor. `operator`: the operator that makes the storage, and that is
+        being recorded; "": the storage existed before.
+        """
         memory = tensor.untyped_storage()
         address = memory._cdata
         if address in self.known:
@@ -184,98 +194,107 @@ class OpRecorder(TorchDispatchMode):
         storage = new_storage(tensor, self.n_ops + bool(operator))
         storage.operator = operator.split(".")[0]  # "addmm.default"
         _, storage.phase, storage.block = self.places[-1]
-        # In backward, nothing but a replay builds a graph.
+        # In backward only a recomputation builds a graph.
         storage.replayed = storage.phase == "backward" and torch.is_grad_enabled()
         storage.line = source.line
-        if storage.nbytes:  # (an activation checkpoint of torch 2.9 keeps empty tensors)
+        if storage.nbytes:  # an activation checkpoint of torch 2.9 keeps empty tensors
             self.storages.append(storage)
 
-        def gone(_: weakref.ref) -> None:
-            del self.known[address]  # the next storage at this address is another one
+        def on_freed(_: weakref.ref) -> None:
+            del self.known[address]  # another storage may get this address
             storage.died = self.n_ops
 
-        self.known[address] = weakref.ref(memory, gone), storage
+        self.known[address] = weakref.ref(memory, on_freed), storage
         return storage
 
     def add_bytes(
         self, size: int, name: str, why: str, born: int, died: float, kind: str = "temporaries"
     ) -> None:
-        """Memory that no tensor shows."""
+        """Add `size` bytes that are in no tensor, from operator `born` to operator `died`.
+
+        `why`: the reason, as in `Storage.reason_alive`.
+        """
         _, phase, block = self.places[-1]
-        here = Storage(size, (size,), torch.uint8, torch.device("cpu"), born, died)
+        storage = Storage(size, (size,), torch.uint8, torch.device("cpu"), born, died)
         self.storages.append(
-            replace(here, name=name, reason_alive=why, phase=phase, block=block, kind=kind)
+            replace(storage, name=name, reason_alive=why, phase=phase, block=block, kind=kind)
         )
 
     def label(self, tensor: Tensor, kind: str, name: str, why: str = "") -> None:
-        """Say what a storage is, and why it is there."""
+        """Set the kind of a tensor's storage, its name, and the reason why it exists."""
         storage = self.add(tensor)
         storage.kind, storage.name, storage.reason_alive = kind, name, why
 
     def storage_of(self, tensor: Tensor) -> Storage:
-        """The storage of `tensor`; if nobody added it, one that is not counted."""
-        found = self.known.get(tensor.untyped_storage()._cdata)
-        return found[1] if found else new_storage(tensor, 0)
+        """Return the `Storage` of a tensor; if it was not added, a new one that does not count."""
+        entry = self.known.get(tensor.untyped_storage()._cdata)
+        return entry[1] if entry else new_storage(tensor, 0)
 
 
 def extent(tensor: Tensor) -> int:
-    """Bytes of a tensor in its storage. (An expanded row is there once.)"""
+    """Return the bytes of a tensor in its storage. (An expanded row is stored once.)"""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     span = 1 + sum((n - 1) * stride for n, stride in dims)
     return tensor.itemsize * max(0, min(span, tensor.numel()))
 
 
 def new_storage(tensor: Tensor, born: int) -> Storage:
-    # (A fake tensor's `device` is an operator.)
+    """Return a `Storage` for the memory of a tensor. `born`: number of the operator."""
+    # `device` of a fake tensor would run an operator.
     device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
     size = tensor.untyped_storage().nbytes()
     return Storage(size, tuple(tensor.shape), tensor.dtype, device, born)
 
 
 class CallSiteTracker:
-    """While it listens, it knows who asks for an operator: the module that runs, and the line.
+    """Find the call site of each operator, inside `listen()`: the running module, and the line.
 
-    Backward's operators have no line: autograd runs them. But autograd numbers what it notes in
-    forward, and a node of its graph still has that number in backward; so the line is the one that
-    ran when the number was given. (To look for `self` on the stack would keep tensors alive that
-    are about to go.)
+    Autograd runs the operators of backward, so they have no line. But in forward autograd gives
+    each node of its graph a number, and in backward the node still has it. So the tracker stores
+    the call site of each number in forward. (It does not search the stack for `self`: that would
+    keep tensors alive that are about to be freed.)
     """
 
     def __init__(self, model: nn.Module):
         self.names = {module: name for name, module in model.named_modules()}
-        self.running = [""]  # modules, the innermost last: "blocks.0.mlp.c_fc"
+        self.running = [""]  # names of running modules, the innermost last
         self.of_forward: dict[int, CallSite] = {}  # by autograd's number
 
     def current(self, phase: str, block: int | None) -> CallSite:
-        """Of the operator that has just run."""
+        """Return the call site of the operator that has just run."""
         line = line_of_the_model()
         node = torch._C._current_autograd_node()  # None in forward, and in an optimizer's step
         if node is None or line.startswith(RUNS_AGAIN):
-            # (A policy's replay is of a block's parts, which runs without the block.)
+            # A policy recomputes parts of a block, and the block itself does not run.
             running = self.running[-1] or ("" if block is None else f"blocks.{block}")
-            source = CallSite("head" if phase == "head" else running, line)
-            # Autograd has just given a number to this operator, if it noted it at all.
-            self.of_forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, source)
-            return source
-        source = self.of_forward.get(node._sequence_nr(), CallSite("", ""))
-        return CallSite(source.module, line or source.line, is_backward=True)
+            site = CallSite("head" if phase == "head" else running, line)
+            # If autograd recorded this operator, its number is the last one.
+            self.of_forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, site)
+            return site
+        site = self.of_forward.get(node._sequence_nr(), CallSite("", ""))
+        return CallSite(site.module, line or site.line, is_backward=True)
 
     @contextmanager
     def listen(self) -> Iterator[None]:
+        """Follow all modules inside this context."""
+
         def begin(module: nn.Module, args: tuple) -> None:
             self.running.append(self.names.get(module, self.running[-1]))
 
         def end(module: nn.Module, args: tuple, result: Any) -> None:
             self.running.pop()
 
-        # (A replay is ended by an exception, as soon as it has made what is needed.)
+        # `always_call`: an exception ends a recomputation when the last needed tensor exists.
         after = register_module_forward_hook(end, always_call=True)
         with register_module_forward_pre_hook(begin), after:
             yield
 
 
 def line_of_the_model() -> str:
-    """The innermost line of the model or of memory/ on the stack: "model.py:87"."""
+    """Return the innermost line of model.py or memory/ on the stack, as "model.py:87".
+
+    If there is none, return "".
+    """
     for frame, number in walk_stack(sys._getframe()):
         name = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
         if name == "model.py" or name.startswith("memory/"):
@@ -284,11 +303,12 @@ def line_of_the_model() -> str:
 
 
 def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[Storage]:
-    """What `forward()`, with gradients, adds to the memory of the model's device until backward.
+    """Return the storages that `forward()` adds to the model's device and keeps for backward.
 
-    Parameters and inputs are there anyway and do not count; low-precision copies of weights, which
-    autocast makes, do; so do the head's gradients, which `loss_chunks` makes in forward. A model
-    that was built fake needs no memory for it.
+    `forward` runs with gradients and returns a tensor. Parameters and inputs exist before it and do
+    not count. Low-precision copies of weights, which autocast makes, count. So do the head's
+    gradients, which `loss_chunks` makes in forward. If the model was built on fake tensors, this
+    needs no memory.
     """
     weight = next(model.parameters())
     sources = CallSiteTracker(model)
@@ -298,7 +318,7 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
     fake = weight.fake_mode if isinstance(weight, FakeTensor) else nullcontext()
     with fake, sources.listen(), log:
         result = forward()
-    # The graph holds all the rest; the result itself is the caller's. (On torch 2.11
+    # The graph holds what backward needs; the result itself belongs to the caller. (On torch 2.11
     # `result.grad_fn` does not keep the node of an autograd.Function, such as the head's.)
     graph = get_gradient_edge(result)
     del result

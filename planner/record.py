@@ -1,7 +1,7 @@
-"""Each storage of a simulated step by name: what it is, who made it, why it is there, when it goes.
+"""Name each storage of a simulated step: its tensor, its maker, why it exists, when it is freed.
 
-Why a storage is there is told by who reads it: what waits in forward until backward's
-`gelu_backward` asks for it was kept because "GELU's backward needs its input".
+The operators that read a storage tell why it exists. A storage that backward's `gelu_backward`
+reads was kept in forward because "GELU's backward needs its input".
 """
 
 import linecache
@@ -15,9 +15,9 @@ import torch
 from .op_recorder import ROOT, Op, OpRecorder, PhaseMark, Storage
 from .timeline import StepMemory
 
-# What an operator makes of the first tensor that it reads
+# operator -> name of its result; {read}: name of the first storage that it reads
 OF_READ = {"_to_copy": "{dtype} copy of {read}", "embedding": "rows of {read}"}
-# What an operator's results are, in forward
+# operator -> names of its results in forward
 MADE = {
     "addmm": ("output",),
     "gelu": ("gelu",),
@@ -29,7 +29,7 @@ MADE = {
     "nll_loss_forward": ("loss", "tokens that count"),
     "ones_like": ("gradient of the loss",),
 }
-# and in backward.
+# operator -> names of its results in backward
 GRADIENTS = {
     "nll_loss_backward": ("gradient of log-softmax",),
     "_log_softmax_backward_data": ("gradient of logits",),
@@ -43,7 +43,7 @@ GRADIENTS = {
     "sum": ("gradient of bias",),
     "add": ("sum of gradients",),
 }
-# Some lines of MiniGPT.forward and memory/head.py, by a part of them.
+# (part of a line in MiniGPT.forward or memory/head.py, operator) -> name of its result
 LINES = {
     ("position_embedding(", "add"): "x, the sum of both embeddings",
     ("buffer = ", "new_empty"): "logits of a chunk, then their gradient",
@@ -54,9 +54,9 @@ LINES = {
     ("padded @ cast_weight", "mm"): "gradient of a chunk's input",
     ("a_part @ b", "mm"): "a part of the weight's gradient",
 }
-# Dropout without a kernel of its own
+# operator -> name of its result, in dropout that is not fused
 DROPOUT = {"empty_like": "mask", "mul": "output"}
-# (operator of backward, what it is given) -> why that had to be kept. {}: its module.
+# (operator of backward, argument) -> why forward keeps the argument; {}: the operator's module
 NEEDED = {
     ("gelu_backward", "self"): "GELU's backward needs its input",
     ("native_layer_norm_backward", "input"): "{}'s backward needs its input",
@@ -72,38 +72,43 @@ NEEDED = {
     ("_softmax_backward_data", "output"): "softmax's backward needs its output",
     ("_log_softmax_backward_data", "output"): "log-softmax's backward needs its output",
 }
+# kind -> why storages of this kind exist
 ALWAYS = {
     "parameters": "a weight: there all the time",
     "gradients": "waits for the optimizer",
     "optimizer": "what the optimizer keeps from step to step",
 }
-# What all of a kind are called in a list
+# kind -> one name for all storages of this kind in a list
 ALIKE = {"parameters": "weight", "gradients": "gradient", "optimizer": "optimizer state"}
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step, storage by storage."""
+    """The storages and the operators of one step."""
 
     step: StepMemory
-    storages: list[Storage]  # in order of birth
-    operators: list[str]  # (operators + 1,) what ran; "" before the step, and for views
-    replays: np.ndarray  # (operators + 1,) bool: in backward, forward done again
+    storages: list[Storage]  # sorted by `born`
+    operators: list[str]  # (operators + 1,) names; "" before the step, and for views
+    replays: np.ndarray  # (operators + 1,) bool: backward recomputes forward
 
     def alive(self, at: int) -> list[Storage]:
-        """What is there after operator `at`, in the order of birth."""
+        """Return the storages that exist right after operator `at`, sorted by `born`."""
         return [s for s in self.storages if s.born <= at <= s.died]
 
     @property
     def at_peak(self) -> list[Storage]:
+        """Storages that exist at the step's peak, sorted by `born`."""
         return self.alive(int(self.step.total.argmax()))
 
 
 def record_of(log: OpRecorder, step: StepMemory) -> StepRecord:
-    """Of a log that knows who asked for each operator."""
-    reads: dict[Storage, list[tuple[Op, str]]] = defaultdict(list)  # by whom, as which argument
-    gradients: set[Storage] = set()  # what backward makes
-    times = Counter[tuple[str, PhaseMark]]()  # that a name was given while the same block runs
+    """Return the record of a step, with a name and a reason for each storage.
+
+    `log`: the step's recorder, with call sites. `step`: its memory in bytes.
+    """
+    reads: dict[Storage, list[tuple[Op, str]]] = defaultdict(list)  # by (operator, argument)
+    gradients: set[Storage] = set()  # made by operators of backward
+    times = Counter[tuple[str, PhaseMark]]()  # uses of a name while the same block runs
     for op in log.ops:
         for argument, storage in op.inputs:
             reads[storage].append((op, argument))
@@ -118,14 +123,14 @@ def record_of(log: OpRecorder, step: StepMemory) -> StepRecord:
     storages = []
     for seen in log.storages:
         if seen.device.type != "cpu" or not seen.nbytes:
-            continue  # offloaded, or nothing (a weight that shards leave)
-        storage = replace(seen)  # (the log's are noted when they die, weights with their planner)
+            continue  # offloaded, or empty: a full weight that is sharded
+        storage = replace(seen)  # a copy: the log's storages change later, when they are freed
         storages.append(storage)
         storage.reason_alive = storage.reason_alive or reason_alive(
             storage, reads[seen], seen in gradients
         )
-        if storage.block is None and (found := re.search(r"\bblocks\.(\d+)\b", storage.name)):
-            storage.block = int(found[1])  # its weights and their gradients
+        if storage.block is None and (match := re.search(r"\bblocks\.(\d+)\b", storage.name)):
+            storage.block = int(match[1])  # weights of a block, and their gradients
     return StepRecord(
         step,
         sorted(storages, key=lambda storage: storage.born),
@@ -135,12 +140,15 @@ def record_of(log: OpRecorder, step: StepMemory) -> StepRecord:
 
 
 def is_replay(op: Op) -> bool:
-    """Forward, in backward."""
+    """Return whether an operator recomputes forward during backward."""
     return op.place[1] == "backward" and not op.site.is_backward
 
 
 def group_of(storage: Storage) -> tuple[str, str]:
-    """(name, kind): of what is the same but for its block; all weights are one group, say."""
+    """Return (name, kind) of a storage's group: the same tensor of all blocks is one group.
+
+    All weights are one group, all gradients, and all of the optimizer's state.
+    """
     return (
         ALIKE.get(storage.kind) or re.sub(r"\bblocks\.\d+\b", "blocks.*", storage.name),
         storage.kind,
@@ -148,58 +156,65 @@ def group_of(storage: Storage) -> tuple[str, str]:
 
 
 def describe(op: Op, i: int, dtype: torch.dtype) -> str:
-    """What result `i` of an operator is: "blocks.0.mlp.c_fc: output"."""
+    """Return the name of an operator's result `i`, of this dtype: "blocks.0.mlp.c_fc: output"."""
     name, (module, line, is_backward) = op.name, op.site
-    read = [storage.name for _, storage in op.inputs]
-    if name in OF_READ and read:
-        return OF_READ[name].format(dtype=str(dtype).removeprefix("torch."), read=read[0])
+    inputs = [storage.name for _, storage in op.inputs]
+    if name in OF_READ and inputs:
+        return OF_READ[name].format(dtype=str(dtype).removeprefix("torch."), read=inputs[0])
     results = (GRADIENTS if is_backward else MADE).get(name, ())
-    what, code = results[i] if i < len(results) else name, code_of(line)
-    half = re.search(r"\b(attention|feed_forward)\(", code)  # a line of Block.add
+    result, code = results[i] if i < len(results) else name, code_of(line)
+    half = re.search(r"\b(attention|feed_forward)\(", code)  # in Block.add_residuals
     if module.endswith("dropout"):
-        what = "gradient of input" if is_backward else DROPOUT.get(name, what)
+        result = "gradient of input" if is_backward else DROPOUT.get(name, result)
         module += f" of {half[1]}" if half else ""
     elif is_backward and name == "mm":
-        of_input = any(name_read.endswith("weight") for name_read in read)
-        what = f"gradient of {'input' if of_input else 'weight'}"
+        of_input = any(input_name.endswith("weight") for input_name in inputs)
+        result = f"gradient of {'input' if of_input else 'weight'}"
     elif is_backward and name == "sum" and not module:
-        what = "gradient of position_embedding's rows"
+        result = "gradient of position_embedding's rows"
     elif not is_backward and not results:
         of_block = f"x + {half[1]}" if half and name == "add" else name
-        what = name_from_code(name, code) if module in ("", "head") else of_block
-    return f"{module}: {what}".removeprefix(": ")
+        result = name_from_code(name, code) if module in ("", "head") else of_block
+    return f"{module}: {result}".removeprefix(": ")
 
 
 def name_from_code(operator: str, code: str) -> str:
-    """What a line of code makes with an operator."""
-    found = [what for (part, by), what in LINES.items() if by == operator and part in code]
+    """Return the name of the tensor that `operator` makes in a line of code.
+
+    It is from LINES, else the variable that the line sets, else the operator.
+    """
+    names = [name for (part, by), name in LINES.items() if by == operator and part in code]
     variable = re.match(r"(\w+) = ", code)
-    return found[0] if found else variable[1] if variable else operator
+    return names[0] if names else variable[1] if variable else operator
 
 
 def code_of(line: str) -> str:
-    """The code at "model.py:106"."""
+    """Return the code of a line, given as "model.py:106", without its comment."""
     file, _, number = line.partition(":")
     return linecache.getline(str(ROOT / file), int(number or 0)).split("#")[0].strip()
 
 
 def reason_alive(storage: Storage, reads: list[tuple[Op, str]], is_gradient: bool) -> str:
-    """A storage is there. `is_gradient`: backward made it (a replay is forward)."""
+    """Return why a storage exists.
+
+    `reads`: (operator, argument) for each read of it. `is_gradient`: an operator of backward made
+    it; a recomputation counts as forward.
+    """
     if storage.kind in ALWAYS:
         return ALWAYS[storage.kind]
-    in_backward = [
+    backward_reads = [
         (op, argument)
         for op, argument in reads
         if (op.place[1] == "backward" or op.site.is_backward)
         and not is_gradient
         and not (storage.replayed and is_replay(op))
     ]
-    if in_backward:
-        first, module = in_backward[0][0], in_backward[0][0].site.module
+    if backward_reads:
+        first, module = backward_reads[0][0], backward_reads[0][0].site.module
         if is_replay(first):
             of_module = f" of {module}" if module else ""
             return f"a replay begins with it: {first.name}{of_module}"
-        for op, argument in in_backward:
+        for op, argument in backward_reads:
             if (op.name, argument) in NEEDED:
                 return NEEDED[op.name, argument].format(op.site.module)
         if module.endswith("dropout"):

@@ -1,12 +1,16 @@
-"""Seconds that a step takes on a card, from what its operators do: a roofline.
+"""Estimate the seconds of a step on a card from its operators: a roofline model.
 
-An operator takes as long as its products at 70 % of the card's peak, or its bytes at 85 % of the
-memory's bandwidth, or a launch, whichever is longest; a step takes the sum. That ranks ways to run
-a step, and tells their ratios better than their milliseconds.
+An operator takes the longest of three times: its matrix products at 70 % of the card's peak, its
+bytes at 85 % of the memory's bandwidth, and one kernel launch. A step takes the sum over its
+operators. This ranks recompute policies. It predicts the ratio of two steps better than their
+milliseconds.
 
-Left out: caches, so all bytes come from memory (which changes what a policy adds by about a point);
-copies of offload, which run beside (and may not keep up); the averaging of DDP; all FLOPs outside
-of products; Python, which takes most of a small model's step on a CPU.
+Left out:
+- caches: all bytes come from memory (the cost of a policy changes by about one percentage point)
+- offload's copies, which run beside the computation (but may be slower than it)
+- DDP's averaging of gradients
+- all FLOPs outside of matrix products
+- Python, which takes most of a small model's step on a CPU
 """
 
 from collections.abc import Callable
@@ -19,27 +23,30 @@ import torch.nn.functional as F
 
 from .operators import PRECISIONS
 
-LONGEST = 2048  # attention is as fast at any sequence that is longer
+LONGEST = 2048  # tokens: with longer sequences attention reaches the same FLOP/s
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a card can do at most, and the part of it that kernels reach."""
+    """Peak rates of a card, and the share of them that kernels reach."""
 
     name: str
     memory: int  # bytes
-    flops: tuple[float, float, float]  # FLOP/s of products in float32, bfloat16, float16; dense
-    bytes_per_s: float
-    launch_s: float = 3e-6  # the shortest operator
+    flops: tuple[float, float, float]  # peak FLOP/s of dense products, by PRECISIONS
+    bytes_per_s: float  # peak bandwidth of its memory
+    launch_s: float = 3e-6  # seconds of the shortest operator
     flops_efficiency: float = 0.7
     bandwidth_efficiency: float = 0.85
-    # FLOP/s of attention and of its backward, by precision as above, as `this_machine` has measured
-    # them; None: as products
+    # Pairs by PRECISIONS: measured FLOP/s of attention and of its backward (`this_machine`). None:
+    # attention is as fast as other products.
     attention: tuple[tuple[float, float], ...] | None = None
 
 
 def op_seconds(work: np.recarray, card: Card) -> np.ndarray:
-    """(operators,) How long each operator takes. `work`: an array of `WORK_DTYPE` (timeline.py)."""
+    """Return the seconds of each operator, (operators,) float64, if it runs once.
+
+    `work`: (operators,) an array of WORK_DTYPE (timeline.py).
+    """
     rates = np.array(card.flops)[work.precision] * card.flops_efficiency
     if card.attention is not None:
         measured = np.array(card.attention)[work.precision, (work.attention == 2).astype(int)]
@@ -51,27 +58,28 @@ def op_seconds(work: np.recarray, card: Card) -> np.ndarray:
 def this_machine(
     device: torch.device | None = None, seq_len: int = 1024, head_size: int = 64
 ) -> Card:
-    """The device as it is now, with the threads it has: measured in three seconds.
+    """Measure a device in about three seconds, with its present load and threads; return a Card.
 
-    What is measured has been reached, so nothing is taken off. float16 and bfloat16 without a unit
-    for them are as slow as they are. Attention is measured at `seq_len` and `head_size`, as what it
-    reaches of a product's FLOP/s depends on them: on a CPU, in bfloat16, its backward a 50th at 64
-    tokens of 32 channels, a third at 1,024 of 64.
+    The rates are measured, so both efficiencies are 1. A device without hardware for float16 or
+    bfloat16 gets the slow rates that it has. Attention is measured with `seq_len` tokens and
+    `head_size` channels, because its share of a product's FLOP/s depends on both. On a CPU in
+    bfloat16 its backward reaches a 50th with 64 tokens of 32 channels, a third with 1,024 of 64.
     """
     device = device or torch.device("cpu")
     card = measure_card(device, seq_len, head_size)
-    if device.type == "cuda":  # what that took is neither in use now, nor a run's peak
+    if device.type == "cuda":  # keep this memory out of the run's statistics
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return card
 
 
 def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
+    """Measure products, copies, launches and attention on a device; return them as a Card."""
     on_gpu = device.type != "cpu"
     n, size = (4096, 2**28) if on_gpu else (1024, 2**26)
 
     def product(dtype: torch.dtype) -> float:
-        side = 128 if dtype == torch.float16 and not on_gpu else n  # (a thousand times slower)
+        side = 128 if dtype == torch.float16 and not on_gpu else n  # 1000 times slower
         a, b = torch.randn(2, side, side, device=device).to(dtype)
         return 2 * side**3 / time_of(lambda: a @ b)
 
@@ -79,7 +87,7 @@ def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
     target, one = torch.empty_like(source), torch.ones(1, device=device)
     return Card(
         name="this machine",
-        memory=0,  # (the device itself tells how much is free)
+        memory=0,  # unused: the device reports its free memory
         flops=tuple(product(dtype) for dtype in PRECISIONS),  # type: ignore[arg-type]
         bytes_per_s=2 * size / time_of(lambda: target.copy_(source)),
         launch_s=time_of(lambda: one.add_(1)),
@@ -94,28 +102,31 @@ def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
 def measure_attention(
     device: torch.device, dtype: torch.dtype, seq_len: int, head_size: int
 ) -> tuple[float, float]:
-    """FLOP/s of attention and of its backward."""
+    """Return the FLOP/s of causal attention and of its backward: (forward, backward).
+
+    At most LONGEST tokens. The masked half of the products does not count.
+    """
     on_gpu = device.type != "cpu"
     T = min(seq_len, 128 if dtype == torch.float16 and not on_gpu else LONGEST)
     n_heads = max(1, 2**16 // T) if on_gpu else max(4, 256 // T) * torch.get_num_threads()
     qkv = torch.randn(1, T, 3, n_heads, head_size, device=device).to(dtype).requires_grad_()
-    q, k, v = qkv.transpose(1, 3).unbind(2)  # (1, heads, T, D) each, as the model has them
+    q, k, v = qkv.transpose(1, 3).unbind(2)  # (1, heads, T, D) each, with the model's strides
     attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
     out = attend()
     grad = torch.randn_like(out)
     forward = time_of(attend)
     backward = time_of(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
-    product = n_heads * T * T * head_size  # FLOPs: half of a product is masked
+    product = n_heads * T * T * head_size  # FLOPs of a product without its masked half
     return 2 * product / forward, 5 * product / backward
 
 
 def time_of(run: Callable[[], object]) -> float:
-    """Seconds of a call: the fastest run in a tenth of a second, GPU's included.
+    """Return the seconds of one call of `run`: the fastest of all calls in a tenth of a second.
 
-    (Whatever else the machine does hits a long run, and spares a short one: medians of operators
-    would not go together.)
+    On a GPU that includes the GPU's work. (A median would not compare operators: other work on the
+    machine slows down long calls, but misses many short ones.)
     """
-    # (Imported here: the import looks for a compiler, and on some machines prints what it misses.)
+    # Import it here: the import looks for a compiler, and on some machines warns that it has none.
     from torch.utils.benchmark import Timer
 
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())

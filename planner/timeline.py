@@ -1,8 +1,8 @@
-"""What a simulated step took: bytes after each operator, and what the operators do.
+"""Memory and work of a simulated step: bytes after each operator, and its FLOPs and bytes.
 
-A step is a list of segments: one block's forward is one, for instance. What a segment adds, frees
-and needs on the way does not depend on the others. So blocks that do the same share a segment, and
-a step's memory and time are sums over its segments.
+A step is a list of segments, such as the forward of one block. The bytes that a segment allocates
+and frees do not depend on other segments. So equal blocks share one segment, and the memory and the
+time of a step are sums over its segments.
 """
 
 import math
@@ -22,30 +22,30 @@ from .roofline import Card, op_seconds
 
 KINDS = (
     "parameters",
-    "gradients",  # with DDP's buckets
-    "optimizer",  # its moments
-    "activations",  # what forward keeps for backward
-    "recomputed",  # what backward replays
-    "head",  # logits, loss and their gradients
-    "temporaries",  # the rest, gone before the phase ends; and what a GPU's kernels work in
+    "gradients",  # DDP's buckets, too
+    "optimizer",  # its state, such as moments
+    "activations",  # kept by forward for backward
+    "recomputed",  # made again in backward
+    "head",  # logits, the loss, and their gradients
+    "temporaries",  # the rest, freed before the phase ends; and workspaces of GPU kernels
 )
 
 
-# What an operator does: planner/roofline.py turns it into seconds.
+# The work of one operator; planner/roofline.py turns it into seconds.
 WORK_DTYPE = np.dtype(
     [
-        ("at", np.int64),  # its number
-        ("flops", np.float64),  # of products
-        ("bytes", np.float64),  # that it reads and writes
-        ("precision", np.uint8),  # of its products: index into PRECISIONS
-        ("attention", np.uint8),  # 1 attention, 2 its backward, 0 anything else
+        ("at", np.int64),  # number of the operator
+        ("flops", np.float64),  # of matrix products, 2 a multiply-add
+        ("bytes", np.float64),  # read and written
+        ("precision", np.uint8),  # dtype of its products: index into PRECISIONS
+        ("attention", np.uint8),  # 1: attention, 2: its backward, 0: another operator
         ("times", np.float64),  # how often it runs
     ]
 )
 
 
 def work_of(ops: Sequence[Op]) -> np.recarray:
-    """Return what the operators that move bytes do: an array of `WORK_DTYPE`."""
+    """Return the work of the operators that move bytes: (such operators,) of WORK_DTYPE."""
     attention = {name: i + 1 for i, name in enumerate(ATTENTION)}
     rows = [
         (at, op.flops, op.bytes, op.precision, attention.get(op.name, 0), op.times)
@@ -57,47 +57,54 @@ def work_of(ops: Sequence[Op]) -> np.recarray:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A part of a step: forward or backward of one call in MiniGPT.forward, which is of a block or
-    of a group of blocks; or what lies between two calls."""
+    """A part of a step: forward or backward of one call, or the operators between two calls.
 
-    places: list[PhaseMark]  # (operators of the segment before it, phase, block)
-    changes: np.ndarray  # (operators, 2, kinds) int64: bytes that come, and that go, with each
-    work: np.recarray  # of `WORK_DTYPE`, numbered from the segment's begin
-    kept: int  # bytes for backward
-    offloaded_sizes: list[int]  # bytes of each tensor that offload sends away
+    MiniGPT.forward calls a block, or a group of blocks that share a checkpoint.
+    """
+
+    places: list[PhaseMark]  # (first operator, from the segment's begin; phase; block)
+    changes: np.ndarray  # (operators, 2, kinds) int64: bytes that begin and end with each operator
+    work: np.recarray  # of WORK_DTYPE, numbered from the segment's begin
+    kept: int  # bytes that stay for backward
+    offloaded_sizes: list[int]  # bytes of each tensor that offload copies out
 
     @cached_property
     def added(self) -> int:
-        """Bytes that are there after it, and were not before."""
-        came, went = self.changes.sum(axis=(0, 2)).tolist()
-        return came - went
+        """Bytes after the segment minus bytes before it."""
+        allocated, freed = self.changes.sum(axis=(0, 2)).tolist()
+        return allocated - freed
 
     @cached_property
     def most(self) -> int:
-        """The most bytes that are there on the way, above those when it begins."""
+        """Peak of the segment in bytes, above the bytes when it begins."""
         return max(timeline_of([self]).sum(axis=1).tolist(), default=0)
 
 
 @lru_cache(2**12)
 def segment_seconds(segment: Segment, card: Card) -> float:
-    # (Not `@`, a BLAS's product: what a CPU is decides in which order that adds up.)
+    """Return the estimated seconds of a segment on a card."""
+    # Not `@`: a BLAS adds in an order that depends on the CPU, and the order changes the rounding.
     return float((op_seconds(segment.work, card) * segment.work.times).sum())
 
 
 def timeline_of(segments: Iterable[Segment]) -> np.ndarray:
-    """(operators, kinds) int64: bytes after each operator, above those before the first one."""
-    came, went = np.concatenate([segment.changes for segment in segments]).swapaxes(0, 1)
-    return (came - went).cumsum(axis=0) + went
+    """Return the bytes of each kind after each operator: (operators, kinds) int64.
+
+    They count above the bytes before the first operator, and include storages that end with the
+    operator.
+    """
+    allocated, freed = np.concatenate([segment.changes for segment in segments]).swapaxes(0, 1)
+    return (allocated - freed).cumsum(axis=0) + freed
 
 
 def split_into_segments(log: OpRecorder, calls: Iterable[int] = ()) -> list[Segment]:
-    """Cut a log into segments, where another call begins or what lies between two of them.
+    """Split a record into segments: each call's forward, its backward, and the parts in between.
 
-    `calls`: of how many blocks each call is; by default of one.
+    `calls`: number of blocks of each call; by default one.
     """
     call_of = [i for i, size in enumerate(calls) for _ in range(size)]
 
-    def part(place: PhaseMark) -> tuple[str, int | None]:
+    def part_of(place: PhaseMark) -> tuple[str, int | None]:
         _, phase, block = place
         return phase, call_of[block] if call_of and block is not None else block
 
@@ -105,7 +112,7 @@ def split_into_segments(log: OpRecorder, calls: Iterable[int] = ()) -> list[Segm
     kept = np.zeros(log.n_ops + 1, dtype=np.int64)
     for storage in log.storages:
         if storage.device.type != "cpu":
-            continue  # offloaded
+            continue  # offloaded to host memory
         is_kept = 0 < storage.born <= log.forward_end < storage.died
         is_kept &= storage.kind != "parameters"
         storage.kind = storage.kind or kind_of(storage, is_kept)
@@ -114,7 +121,7 @@ def split_into_segments(log: OpRecorder, calls: Iterable[int] = ()) -> list[Segm
         if storage.died != math.inf:
             changes[int(storage.died), 1, kind] += storage.nbytes
         kept[storage.born] += storage.nbytes * is_kept
-    parts = [list(places) for _, places in groupby(log.places, part)]
+    parts = [list(places) for _, places in groupby(log.places, part_of)]
     begins = [places[0][0] for places in parts] + [log.n_ops + 1]
     return [
         Segment(
@@ -129,21 +136,22 @@ def split_into_segments(log: OpRecorder, calls: Iterable[int] = ()) -> list[Segm
 
 
 def kind_of(storage: Storage, is_kept: bool) -> str:
+    """Return the kind of a storage without a label. `is_kept`: forward keeps it for backward."""
     if storage.phase == "head":
         return "head"
-    if is_kept or storage.born == 0:  # (offload's buffers on a CPU)
+    if is_kept or storage.born == 0:  # or it existed before the step
         return "activations"
     return "recomputed" if storage.replayed else "temporaries"
 
 
 @dataclass(frozen=True, eq=False)
 class StepMemory:
-    """The memory of one training step, in bytes, after each of its operators."""
+    """Memory of one training step, in bytes after each of its operators."""
 
-    config: Any  # MiniGPTConfig, or None: another model (planner/any_model.py)
-    batch_size: int  # 0 of another model, whose batch may be anything
-    seq_len: int
-    segments: list[tuple[Segment, int]]  # in order; and what is to be added to its blocks' numbers
+    config: Any  # MiniGPTConfig; None: another model (planner/any_model.py)
+    batch_size: int  # sequences; 0: another model, with any kind of batch
+    seq_len: int  # tokens
+    segments: list[tuple[Segment, int]]  # in order: (segment, number to add to its block indices)
 
     def seconds(self, card: Card) -> float:
         """Return the estimated seconds of one micro-batch's step on a card (planner/roofline.py).
@@ -154,38 +162,39 @@ class StepMemory:
 
     @cached_property
     def begins(self) -> list[int]:
-        """The operator with which each segment begins."""
+        """Number of the first operator of each segment; then the number of all operators."""
         sizes = (len(segment.changes) for segment, _ in self.segments)
         return list(accumulate(sizes, initial=0))
 
     @property
     def work(self) -> np.recarray:
-        """What the operators do: an array of `WORK_DTYPE`."""
+        """Work of the operators that move bytes: (such operators,) of WORK_DTYPE."""
         work = np.concatenate([segment.work for segment, _ in self.segments]).view(np.recarray)
         work.at += np.repeat(self.begins[:-1], [len(segment.work) for segment, _ in self.segments])
         return work
 
     @property
     def places(self) -> list[PhaseMark]:
-        """(from this operator on, phase, block)"""
+        """Phases in order: (number of the first operator, phase, block that runs or None)."""
         return [
-            (begin + at, phase, block if block is None else block + more)
-            for begin, (segment, more) in zip(self.begins, self.segments, strict=False)
+            (begin + at, phase, block if block is None else block + shift)
+            for begin, (segment, shift) in zip(self.begins, self.segments, strict=False)
             for at, phase, block in segment.places
         ]
 
     @cached_property
     def timeline(self) -> np.ndarray:
-        """(operators + 1, len(KINDS)) int64"""
+        """Bytes of each kind after each operator: (operators + 1, len(KINDS)) int64."""
         return timeline_of(segment for segment, _ in self.segments)
 
     @cached_property
     def total(self) -> np.ndarray:
-        """(operators + 1,) int64"""
+        """Bytes after each operator: (operators + 1,) int64."""
         return self.timeline.sum(axis=1)
 
     @cached_property
     def peak(self) -> int:
+        """Most bytes that exist at any operator of the step."""
         peak = level = 0
         for segment, _ in self.segments:
             peak, level = max(peak, level + segment.most), level + segment.added
@@ -193,53 +202,56 @@ class StepMemory:
 
     @property
     def kept(self) -> int:
-        """For backward when forward is over, by blocks and head."""
+        """Bytes that blocks and head keep for backward when forward ends."""
         return sum(segment.kept for segment, _ in self.segments)
 
     @property
     def kept_per_block(self) -> float:
-        """On average."""
+        """Bytes that a block keeps for backward, the mean of all blocks."""
         of_blocks = [segment for segment, _ in self.segments if segment.places[0][2] is not None]
         n_blocks = len({block for *_, block in self.places} - {None})
         return sum(segment.kept for segment in of_blocks) / max(1, n_blocks)
 
     @property
     def offloaded_sizes(self) -> list[int]:
-        """Bytes of each tensor that offload sends away."""
+        """Bytes of each tensor that offload copies out."""
         return [size for segment, _ in self.segments for size in segment.offloaded_sizes]
 
     @property
     def host_bytes(self) -> int:
-        """CPU memory that offload asks for. (On a CPU it is in the peak, too.)"""
+        """Bytes of CPU memory that offload allocates. (On a CPU `peak` includes them.)"""
         return sum(map(padded_nbytes, self.offloaded_sizes))
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """What the peak is made of: a kind's name -> bytes."""
+        """Bytes of each kind at the peak: name of the kind -> bytes."""
         return dict(zip(KINDS, self.timeline[self.total.argmax()].tolist(), strict=True))
 
     @property
     def peak_location(self) -> str:
-        """The place of the peak: "head", or "backward, block 11"."""
+        """Phase and block of the peak: "head", or "backward, block 11"."""
         at = self.total.argmax()
         _, phase, block = [place for place in self.places if place[0] <= at][-1]
         return phase if block is None else f"{phase}, block {block}"
 
     def phase(self, name: str) -> slice:
-        """The operators of "forward", "head", "backward" or "optimizer"."""
-        inside = [stretch for stretch in phase_intervals(self) if stretch[0] == name]
-        return slice(inside[0][2][0], inside[-1][3])
+        """Return the slice of operators of "forward", "head", "backward" or "optimizer"."""
+        intervals = [interval for interval in phase_intervals(self) if interval[0] == name]
+        return slice(intervals[0][2][0], intervals[-1][3])
 
 
+# (phase, block, first operator of each visit, first operator of the next interval)
 PhaseInterval = tuple[str, int | None, list[int], int]
 
 
 def phase_intervals(step: StepMemory) -> list[PhaseInterval]:
-    """What a step does, in order: (phase, block, operators at which it begins or begins anew, the
-    operator at which the next one begins)."""
-    found = [
+    """Return the intervals of a step in order, one for each run of equal (phase, block).
+
+    A block may be visited several times in a row: each visit has its own first operator.
+    """
+    intervals = [
         (phase, block, [at for at, _, _ in group])
         for (phase, block), group in groupby(step.places, lambda place: place[1:])
     ]
-    ends = [begins[0] for _, _, begins in found[1:]] + [len(step.timeline)]
-    return [(*stretch, end) for stretch, end in zip(found, ends, strict=True)]
+    ends = [begins[0] for _, _, begins in intervals[1:]] + [len(step.timeline)]
+    return [(*interval, end) for interval, end in zip(intervals, ends, strict=True)]
