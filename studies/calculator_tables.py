@@ -19,7 +19,10 @@ BEGIN, END = "// ---- Tables", "// ---- What"
 def tables() -> str:
     """The part of the script from BEGIN to END."""
     constants = {
-        **{name: getattr(head, name) for name in ("CHUNK", "SLICE", "PAD", "ROWS")},
+        "CHUNK": head.LOGITS_CHUNK_BYTES,
+        "SLICE": head.SOFTMAX_SLICE_ELEMENTS,
+        "PAD": head.VOCAB_MULTIPLE,
+        "ROWS": head.SLICE_ROWS_MULTIPLE,
         "AT_A_TIME": optimizer.AT_A_TIME,
     }
     memory = {
