@@ -1,13 +1,13 @@
-"""Text in, batches out. Read corpus.py for the way of the data.
+"""Turn text into batches of token ids. corpus.py shows the whole path of the data.
 
-files.py           what --train-data and --val-data name
-documents.py       how a file is to be read, and its documents if it is text
-tokenizer.py       text to ids and back
-tokenizer_json.py  the same vocabulary for transformers
-corpus.py          documents to ids, once: the result is kept in a cache
-store.py           what a trainer gets, and a cache that is never seen half done
+files.py           find the files that --train-data and --val-data name
+documents.py       decide how a file is read, and split text files into documents
+tokenizer.py       convert text to ids and back
+tokenizer_json.py  write and read a vocabulary as transformers' tokenizer.json
+corpus.py          convert documents to ids once, and keep the ids in a cache
+store.py           the Dataset that a trainer gets, and the cache: a folder is whole or absent
 toy.py             random ids whose best loss is known
-batches.py         ids to batches
+batches.py         cut ids into batches
 """
 
 from .batches import TokenFile, TrainBatches, ValBatches

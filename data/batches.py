@@ -1,4 +1,4 @@
-"""Ids to batches: a pure function of (files, seed, index), so there is no state to save.
+"""Cut ids into batches. A batch depends on (files, seed, index) only: a run has no state to save.
 
 B = batch size (sequences), T = sequence length (tokens). A window is T + 1 tokens: T inputs and,
 shifted by one, their T labels. Windows follow each other at a stride of T inside one file.
@@ -18,11 +18,12 @@ from .documents import suffix_of
 from .tokenizer import DataError, Tokenizer, errors_as_data_errors
 
 # llm.c writes 256 int32 before the tokens: magic, version, count, padding. A raw nanoGPT file
-# cannot look like one: the magics begin with the uint16 ids 55432 and 55713, above all of GPT-2.
-LLMC_FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # by magic and version
+# cannot look like that: read as uint16, the magics begin with the ids 55432 and 55713, and all ids
+# of GPT-2 are smaller.
+LLMC_FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # (magic, version) -> dtype
 LLMC_HEADER_BYTES = 256 * 4
-SCAN = 2**20  # tokens held at a time when all ids are read
-SPLITS = {  # what each is called in words, and how it gets longer
+SCAN = 2**20  # tokens in memory at a time while all ids are read
+SPLITS = {  # split -> (its name in messages, how to make it longer)
     "train": ("training", "give more text to --train-data"),
     "val": ("validation", "raise --val-ratio, or give more text to --val-data"),
 }
@@ -30,7 +31,8 @@ SPLITS = {  # what each is called in words, and how it gets longer
 
 @dataclass(frozen=True)
 class TokenFile:
-    """`count` tokens of `dtype` (uint16 or uint32), from byte `offset` of `path` on."""
+    """A token file, or a part of one: `count` tokens of `dtype` (uint16 or uint32), from byte
+    `offset` of `path` on."""
 
     path: Path
     dtype: np.dtype
@@ -38,39 +40,44 @@ class TokenFile:
     count: int
 
     def slice(self, start: int, stop: int) -> "TokenFile":
-        """Its tokens start to stop, as far as it has them."""
+        """Return tokens [start, stop), limited to the tokens that this part has. This reads
+        nothing."""
         start, stop = max(0, start), min(self.count, stop)
         offset = self.offset + start * self.dtype.itemsize
         return replace(self, offset=offset, count=max(0, stop - start))
 
     def read(self) -> np.ndarray:
-        """All its ids. (No memmap: one that is kept counts every page that it ever touched as
-        resident memory. No file stays open: a thousand shards are more than one may hold.)"""
+        """Read all ids into memory: (count,) of `dtype`, fewer if the file has shrunk.
+
+        There is no memmap: every page that it has ever touched counts as resident memory. No file
+        stays open: a thousand shards exceed the limit of open files. Raises OSError.
+        """
         return np.fromfile(self.path, self.dtype, self.count, offset=self.offset)
 
     def id_chunks(self, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-        """All its ids, in pieces that fit in memory. Raises DataError on an id that the tokenizer
-        does not have."""
+        """Yield all ids in chunks that fit in memory. Raises DataError for an id outside the
+        vocabulary of `tokenizer`."""
         for first in range(0, self.count, SCAN):
             ids = self.slice(first, first + SCAN).read()
-            if (worst := int(ids.max())) >= tokenizer.vocab_size:
+            if (largest_id := int(ids.max())) >= tokenizer.vocab_size:
                 raise DataError(
-                    f"{self.path}: holds id {worst}, but the tokenizer ({tokenizer.name}) ends at "
+                    f"{self.path}: holds id {largest_id}, but the tokenizer ({tokenizer.name}) ends at "
                     f"{tokenizer.vocab_size - 1}: another --tokenizer-name made it"
                 )
             yield ids
 
     @classmethod
     def open(cls, path: Path) -> "TokenFile":
-        """A nanoGPT .bin, an llm.c .bin or a .npy, told apart by content. Raises DataError."""
-        found = cls._open_npy(path) if suffix_of(path) == ".npy" else cls._open_bin(path)
+        """Open a .npy, an llm.c .bin or a nanoGPT .bin; the header tells the last two apart. Raises
+        DataError."""
+        token_file = cls._open_npy(path) if suffix_of(path) == ".npy" else cls._open_bin(path)
         size = path.stat().st_size
-        if size != found.offset + found.count * found.dtype.itemsize:
+        if size != token_file.offset + token_file.count * token_file.dtype.itemsize:
             raise DataError(
-                f"{path}: its header promises {found.count:,} tokens, its {size:,} bytes hold "
+                f"{path}: its header promises {token_file.count:,} tokens, its {size:,} bytes hold "
                 "another number: the file is cut off or damaged"
             )
-        return found
+        return token_file
 
     @classmethod
     def _open_bin(cls, path: Path) -> "TokenFile":
@@ -98,7 +105,7 @@ Files = Sequence[TokenFile]
 
 
 def slice_files(files: Files, start: int, stop: int) -> list[TokenFile]:
-    """Tokens start to stop of the files taken as one row."""
+    """Return tokens [start, stop) of the concatenated files, without empty parts."""
     firsts = accumulate((file.count for file in files), initial=0)
     parts = [
         file.slice(start - first, stop - first) for file, first in zip(files, firsts, strict=False)
@@ -107,7 +114,8 @@ def slice_files(files: Files, start: int, stop: int) -> list[TokenFile]:
 
 
 def hash_ids(files: Files, tokenizer: Tokenizer) -> str:
-    """Hash of all tokens. Raises DataError on an id that the tokenizer does not have."""
+    """Return the SHA-256 (hex) of all tokens. Raises DataError for an id outside the vocabulary of
+    `tokenizer`."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.dtype} {file.count} ".encode())
@@ -117,31 +125,32 @@ def hash_ids(files: Files, tokenizer: Tokenizer) -> str:
 
 
 def check_length(longest: int, seq_len: int, split: str) -> None:
-    """Raises DataError if `longest` tokens of the split ("train", "val") are too few for a sequence
-    of seq_len, and the token that follows it."""
+    """Raise DataError if `longest` tokens are too few for one sequence of seq_len tokens and the
+    token that follows it. `split`: "train" or "val"."""
     if longest <= seq_len:
-        kind, more = SPLITS[split]
+        split_name, remedy = SPLITS[split]
         raise DataError(
-            f"--seq-len {seq_len} needs {seq_len + 1} {kind} tokens in a row, the longest file "
-            f"has {longest}: lower --seq-len, or {more}"
+            f"--seq-len {seq_len} needs {seq_len + 1} {split_name} tokens in a row, the longest file "
+            f"has {longest}: lower --seq-len, or {remedy}"
         )
 
 
 class Windows:
-    """The windows of several files, numbered through from the first file to the last."""
+    """The windows of several files, numbered from the first file to the last."""
 
     def __init__(
         self, files: Files, batch_size: int, seq_len: int, device: torch.device, split: str
     ) -> None:
-        """Raises DataError when no file holds seq_len + 1 tokens."""
+        """Number the windows. Raises DataError if no file holds seq_len + 1 tokens."""
         check_length(max((file.count for file in files), default=0), seq_len, split)
         self.files, self.batch_size, self.seq_len, self.device = files, batch_size, seq_len, device
         counts = [max(0, (file.count - 1) // seq_len) for file in files]
-        self.first = np.cumsum([0, *counts])  # number of each file's first window, then the total
+        self.first = np.cumsum([0, *counts])  # number of each file's first window; last, the total
         self.n_windows = int(self.first[-1])
 
     def read(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows `numbers` (n,) as inputs and labels (n, T)."""
+        """Return inputs and labels (n, T), int64 on `device`, of the windows `numbers` (n,). Raises
+        DataError if a file is gone or shorter than before."""
         array = np.empty((len(numbers), self.seq_len + 1), dtype=np.int64)
         shards = np.searchsorted(self.first, numbers, side="right") - 1
         for row, number, shard in zip(array, numbers.tolist(), shards.tolist(), strict=True):
@@ -149,37 +158,38 @@ class Windows:
             start = (number - int(self.first[shard])) * self.seq_len
             try:
                 row[:] = file.slice(start, start + row.size).read().reshape(row.size)
-            except (OSError, ValueError):  # (it has another number of tokens)
+            except (OSError, ValueError):  # ValueError: fewer tokens than the row needs
                 raise DataError(f"{file.path}: gone, or shorter than it was; put it back") from None
         rows, on_gpu = torch.from_numpy(array), self.device.type == "cuda"
-        if on_gpu:  # only from pinned memory can Python go on while the copy runs
+        if on_gpu:  # Python can go on during the copy only if the memory is pinned
             rows = rows.pin_memory()
         rows = rows.to(self.device, non_blocking=on_gpu)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-@lru_cache(maxsize=2)  # this epoch's order, and the next one's where a batch straddles the two
+@lru_cache(maxsize=2)  # 2: one batch may need the orders of two epochs
 def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    """0 .. size - 1 in the order of this epoch, uint32 (size,)."""
+    """Return 0 .. size - 1 in the order of this epoch: uint32 (size,)."""
     return np.random.default_rng((seed, epoch)).permutation(np.arange(size, dtype=np.uint32))
 
 
 class TrainBatches(Windows):
-    """Endless shuffled epochs: every window once an epoch, in a new order each epoch."""
+    """Endless shuffled epochs: each epoch has every window once, in a new order."""
 
     def __init__(
         self, files: Files, batch_size: int, seq_len: int, seed: int, device: torch.device
     ) -> None:
-        """Raises DataError when no file holds seq_len + 1 tokens."""
+        """Number the windows. Raises DataError if no file holds seq_len + 1 tokens."""
         super().__init__(files, batch_size, seq_len, device, "train")
         self.seed = seed
 
     def epoch(self, index: int) -> float:
-        """Epochs completed before micro-batch `index`."""
+        """Return the epochs completed before micro-batch `index`, a fraction included."""
         return index * self.batch_size / self.n_windows
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Micro-batch `index`, counted over all steps and processes: inputs, labels (B, T)."""
+        """Return inputs and labels (B, T) of micro-batch `index`, counted over all steps and
+        processes."""
         first, size = index * self.batch_size, self.n_windows
         numbers = [
             permutation(self.seed, sample // size, size)[sample % size]
@@ -189,17 +199,16 @@ class TrainBatches(Windows):
 
 
 class ValBatches(Windows):
-    """A fixed set of windows in a fixed order; if limited, evenly spread over the whole split.
+    """A fixed set of windows in a fixed order. With a limit, they are spread evenly over the split.
 
-    The files, T and the limit decide which windows these are; the batch size cuts them into batches
-    and changes nothing else.
+    The files, T and the limit choose the windows. The batch size only cuts them into batches.
     """
 
     def __init__(
         self, files: Files, batch_size: int, seq_len: int, max_tokens: int, device: torch.device
     ) -> None:
-        """max_tokens: as many whole windows, at least one; 0 = all windows. Raises DataError when
-        no file holds seq_len + 1 tokens."""
+        """Choose the windows. max_tokens: as many whole windows as fit in it, at least one; 0 = all
+        windows. Raises DataError if no file holds seq_len + 1 tokens."""
         super().__init__(files, batch_size, seq_len, device, "val")
         total = self.n_windows
         count = min(total, max(1, max_tokens // seq_len)) if max_tokens else total
@@ -209,7 +218,8 @@ class ValBatches(Windows):
         return -(-len(self.numbers) // self.batch_size)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Batch `index`: inputs, labels (B, T); the last one may have fewer rows."""
+        """Return inputs and labels (B, T) of batch `index`. The last batch may have fewer rows.
+        Raises IndexError."""
         if not 0 <= index < len(self):
             raise IndexError(f"validation batch {index} of {len(self)}")
         start = index * self.batch_size

@@ -1,8 +1,8 @@
-"""Documents to tokens: which split, and once only: the result is kept in a cache.
+"""Convert documents to token ids, once: split them, encode them, keep the ids in a cache.
 
     paths -> documents -> train | val -> ids -> data/cache/<key>/{train.bin,val.bin,...}
 
-Token files made elsewhere are read in place; toy data: toy.py.
+Token files made elsewhere are read in place. toy.py makes toy data.
 """
 
 import platform
@@ -35,27 +35,27 @@ from .tokenizer import DataError, Tokenizer, format_ranks, load_tokenizer, parse
 from .toy import TOY_SUCCESSORS, load_toy
 
 BPE_TRAINING_CHARS = 10_000_000
-RANKS = "tokenizer.tiktoken"  # in a folder of the cache
+RANKS = "tokenizer.tiktoken"  # in a cache folder
 
 
 @dataclass(frozen=True)
 class TextCorpus:
-    """Text files, how they are split, and the folders of the cache that hold their ids."""
+    """Text files, their split into training and validation, and their cache folders."""
 
     label: str
     train: list[Path]
     val: list[Path]
-    ratio: float  # the validation part, unless `val` is given
-    max_tokens: int | None  # of each part
-    vocab_size: int  # of a bpe that is still to be trained
-    seq_len: int  # tokens, which each part must have, and one more
+    ratio: float  # share of validation; not used if `val` is given
+    max_tokens: int | None  # limit of each split; None: no limit
+    vocab_size: int  # of a bpe to train
+    seq_len: int  # each split must have seq_len + 1 tokens
     cache_dir: Path
     say: Say
 
     @cached_property
     def n_documents(self) -> int:
-        """The number of documents. All text is read for it, so that bad text is found before any
-        is encoded."""
+        """Number of documents. Counting reads all text, so bad text is found before encoding
+        begins."""
         n = 0
         for document in _documents(self.train + self.val):
             for _ in document:
@@ -64,7 +64,8 @@ class TextCorpus:
         return n
 
     def documents_of(self, split: str) -> Iterator[Iterator[str]]:
-        """The documents of "train" or "val", as chunks of text; data/README.md states the rule."""
+        """Yield the documents of "train" or "val", each as chunks of text. data/README.md states
+        the rule."""
         if self.val:
             yield from _documents(self.train if split == "train" else self.val)
         elif self.n_documents * self.ratio < 1 and ".jsonl" not in map(suffix_of, self.train):
@@ -74,40 +75,43 @@ class TextCorpus:
                 yield read_text(path, 0, cut) if split == "train" else read_text(path, cut, size)
         else:
             for number, document in enumerate(_documents(self.train)):
-                turn = int((number + 1) * self.ratio) > int(number * self.ratio)
-                if turn == (split == "val"):
+                is_val = int((number + 1) * self.ratio) > int(number * self.ratio)
+                if is_val == (split == "val"):
                     yield document
 
     @cached_property
     def content_hashes(self) -> list[str]:
-        """Hashes of the training and the validation files."""
+        """SHA-256 (hex) of the training files, and of the validation files."""
         return [hash_files(self.train), hash_files(self.val)]
 
     def folder(self, tokenizer: str) -> Path:
-        """The folder of the cache for what `tokenizer` (a fingerprint) makes of this text."""
+        """Return the cache folder of this text, encoded by the tokenizer with fingerprint
+        `tokenizer`."""
         split = "given" if self.val else self.ratio
         return self.cache_dir / cache_key(self.content_hashes, tokenizer, split, self.max_tokens)
 
     def load(self, tokenizer: Tokenizer | None) -> Dataset:
-        """Load the ids, from the cache or into it; without a tokenizer a bpe is trained, or loaded
-        from a folder of its own."""
+        """Load the ids from the cache; encode them first if it has none. Without a tokenizer, load
+        a bpe from a cache folder of its own, or train it."""
         bpe_folder = self.folder(f"bpe {self.vocab_size} {BPE_TRAINING_CHARS}")
         if tokenizer is None:
             load_folder(bpe_folder, self.build_bpe, self.say)
             tokenizer = Tokenizer("bpe", parse_ranks((bpe_folder / RANKS).read_bytes()))
         folder = self.folder(tokenizer.fingerprint)
         meta = load_folder(folder, partial(self.build, tokenizer), self.say)
-        n, size = meta["documents"], meta["bytes"]
-        documents = "1 document" if n == 1 else f"{n:,} documents"
-        amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
-        about = f"{self.label}: {documents}, {amount}"
-        # A run keeps its bpe: its data change only with the text, and with how much of it counts.
-        named = bpe_folder if tokenizer.name == "bpe" else folder
-        return Dataset.from_cache(folder, meta, tokenizer, about, fingerprint=named.name)
+        n_documents, n_bytes = meta["documents"], meta["bytes"]
+        documents = "1 document" if n_documents == 1 else f"{n_documents:,} documents"
+        amount = f"{n_bytes / 1e6:.2f} MB" if n_bytes >= 1e5 else f"{n_bytes / 1e3:.2f} kB"
+        source = f"{self.label}: {documents}, {amount}"
+        # A resumed run keeps its bpe, so the ranks must not count in the data's fingerprint: only
+        # the text, its split, its limit and the size of a bpe do.
+        identity = bpe_folder if tokenizer.name == "bpe" else folder
+        return Dataset.from_cache(folder, meta, tokenizer, source, fingerprint=identity.name)
 
     def build_bpe(self, folder: Path) -> dict[str, Any]:
-        """Write a bpe of the training part to a folder of the cache; return its meta.json."""
-        self.n_documents  # noqa: B018  (looks whether all text is good)
+        """Train a bpe on the training split and write it to `folder`; return the content of
+        meta.json."""
+        self.n_documents  # noqa: B018  (finds bad text before training begins)
         self.say(
             f"training a BPE of {self.vocab_size} ids on the training text (its first 10 MB at "
             "most)"
@@ -118,12 +122,12 @@ class TextCorpus:
         return {"tokenizer": "bpe", "vocab_size": len(ranks) + 1}  # with <|endoftext|>
 
     def build(self, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-        """Write tokenizer and ids to a folder of the cache; return its meta.json."""
-        size = sum(path.stat().st_size for path in self.train + self.val)
-        meta = {"corpus": self.label, "documents": self.n_documents, "bytes": size}
+        """Write the tokenizer and the ids to `folder`; return the content of meta.json."""
+        n_bytes = sum(path.stat().st_size for path in self.train + self.val)
+        meta = {"corpus": self.label, "documents": self.n_documents, "bytes": n_bytes}
         self.say(f"encoding {self.label}, once: the ids will be in {self.cache_dir}")
         (folder / RANKS).write_text(format_ranks(tokenizer.ranks))
-        with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        with tqdm(total=n_bytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:
 
             def encode(split: str) -> Iterator[np.ndarray]:
                 for document in self.documents_of(split):
@@ -141,7 +145,8 @@ def _documents(paths: list[Path]) -> Iterator[Iterator[str]]:
 
 
 def _tail(path: Path, size: int, ratio: float) -> int:
-    """Where the last `ratio` of the file's bytes begins: after a newline, if one is near."""
+    """Return the byte at which the last `ratio` of the file begins: after the next newline, if it
+    is within CHUNK bytes."""
     cut = int(size * (1 - ratio))
     with open(path, "rb") as file:
         file.seek(cut)
@@ -149,7 +154,7 @@ def _tail(path: Path, size: int, ratio: float) -> int:
     newline = near.find(b"\n") + 1
     if 0 < newline < size - cut:
         return cut + newline
-    # Not inside of a character: such bytes are not the first one of any in UTF-8.
+    # Do not cut inside a character: skip the continuation bytes of UTF-8.
     return cut + len(near) - len(near.lstrip(bytes(range(0x80, 0xC0))))
 
 
@@ -168,15 +173,16 @@ def find_dataset(
     cache_dir: Path = CACHE_DIR,
     say: Say = print,
 ) -> Dataset:
-    """Find the data that the flags of the group "data" ask for, from the cache if they are there.
+    """Load the data that the flags of the group "data" ask for; encode them if the cache has none.
 
-    train_data None is the built-in corpus, Python's standard library. val_ratio lies between 0 and
-    1. max_tokens, 1 at least, caps training and validation, each. data_seed is for toy data alone.
-    Nothing is written of data in which no sequence of seq_len tokens, and the next one, fits.
-    Safe to call from many processes at once.
-    A run that goes on brings the tokenizer that its Dataset had: its ids keep their meaning even if
-    the text that a bpe was trained on has changed. A tokenizer of another name is left aside.
-    Raises DataError (DiskFull, if the cache has no room), and leaves no ids then.
+    `train_data` None: the built-in corpus, Python's standard library. `val_ratio`: between 0 and 1.
+    `max_tokens`: limit of training and of validation, each; at least 1. `data_seed`: for toy data
+    only. `seq_len`: if a split has no seq_len + 1 tokens, nothing is written. `tokenizer`: a
+    resumed run passes the one that its Dataset had, so its ids keep their meaning even if the text
+    that a bpe was trained on has changed. A tokenizer of another name is ignored.
+
+    Many processes may call this at once. Raises DataError (DiskFull if the cache has no room); then
+    no ids are left behind.
     """
     name = tokenizer_name or ("toy" if use_toy_data else "gpt2" if train_data else "bpe")
     if use_toy_data and (train_data or val_data or name != "toy"):
@@ -207,7 +213,7 @@ def find_dataset(
 
 
 def check_vocab_size(vocab_size: int, tokenizer_name: str) -> None:
-    """Raise DataError if a tokenizer of that name cannot have that many ids."""
+    """Raise DataError if a tokenizer of that name cannot have `vocab_size` ids."""
     smallest = {"bpe": 257, "toy": 2 * TOY_SUCCESSORS}.get(tokenizer_name)
     if smallest is None:
         raise DataError(
@@ -221,7 +227,8 @@ def check_vocab_size(vocab_size: int, tokenizer_name: str) -> None:
 def _find(
     train_data: list[str] | None, val_data: list[str] | None, say: Say
 ) -> tuple[list[Path], list[Path]]:
-    """The files to train on and to validate on, all of one kind; warns if some are in both."""
+    """Find the files for training and for validation, all text or all token files. Warn if a file
+    is in both. Raises DataError."""
     train = find_files(train_data, "--train-data", say) if train_data else find_stdlib()
     val = find_files(val_data, "--val-data", say) if val_data else []
     kinds = {suffix_of(path) in TOKEN_SUFFIXES for path in train + val}
@@ -243,8 +250,9 @@ def _find(
 def _read_tokens(
     train: list[Path], val: list[Path], ratio: float, max_tokens: int | None, tokenizer: Tokenizer
 ) -> Dataset:
-    """Token files as they are. Validation: `val`, else the files named so, else the tail."""
-    about = describe_paths([path.name for path in train])
+    """Use token files in place. Validation is `val`, else the files with "val" in their names, else
+    the last `ratio` of all tokens."""
+    source = describe_paths([path.name for path in train])
     # nanoGPT writes train.bin and val.bin, llm.c fineweb_train_000001.bin and fineweb_val_...
     named_val = [path for path in train if re.search("(?<![a-z])val", path.name.lower())]
     if not val and 0 < len(named_val) < len(train):
@@ -257,4 +265,4 @@ def _read_tokens(
         train_files = slice_files(train_files, 0, n_train)
     parts = [slice_files(files, 0, max_tokens or sys.maxsize) for files in (train_files, val_files)]
     fingerprint = cache_key([hash_ids(files, tokenizer) for files in parts], tokenizer.fingerprint)
-    return Dataset(tuple(parts[0]), tuple(parts[1]), tokenizer, about, fingerprint)
+    return Dataset(tuple(parts[0]), tuple(parts[1]), tokenizer, source, fingerprint)

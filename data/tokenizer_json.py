@@ -1,12 +1,13 @@
-"""A vocabulary as Hugging Face's `tokenizer.json`, which transformers opens; and back.
+"""Write a vocabulary as Hugging Face's `tokenizer.json`, which transformers opens; and read one.
 
-The two sides describe the same thing differently. Here and in tiktoken, neighbours are merged if
-their bytes together are a token, the lowest id first. There, each token comes with the one pair
-(left, right) that it may be merged from, the earliest in a list first. Is that pair known, the
-results are the same for any text: until a token's two parts lie side by side, nothing has been
-merged across the token's ends; so inside they were merged as if the token stood alone; and alone,
-one pair comes out (`halves`). tiktoken also takes a whole word that is a token without any merging:
-`ignore_merges` there.
+The two formats describe the same merges differently. Here and in tiktoken, two neighbours are
+merged if their joined bytes are a token; the lowest id goes first. In tokenizer.json each token has
+one pair (left, right) from which it may be merged; the earliest pair in a list goes first.
+
+With that pair known, both give the same ids for any text. Until the two parts of a token lie side
+by side, no merge has crossed the ends of the token. So its inside was merged as if the token stood
+alone, and alone it is merged from one pair (`halves`). tiktoken also takes a whole word that is a
+token without any merging; `ignore_merges` says the same in tokenizer.json.
 """
 
 import json
@@ -26,11 +27,11 @@ from .tokenizer import (
 )
 
 CHARACTERS = byte_characters()
-GPT2_PATTERNS = (  # tiktoken spells it in other ways, from version to version
+GPT2_PATTERNS = (  # one pattern, as versions of tiktoken spell it
     GPT2_PATTERN,
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s",
 )
-NAMES = {  # of --tokenizer-name, by the vocabulary's fingerprint
+NAMES = {  # fingerprint of a vocabulary -> its --tokenizer-name
     "3fb4c8efa8f8fd2bd611dbb9f00c189db5aed123a4f9833469abf037114e236e": "gpt2",
     "22e4053a3829f659111a1119339d9bddff243d8dac496cace7103ed9b720db23": "byte",
 }
@@ -38,12 +39,13 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
 
 
 def spelled(token: bytes) -> str:
-    """b" the" -> "Ġthe"."""
+    """Return the spelling of a token in tokenizer.json: b" the" -> "Ġthe"."""
     return "".join(CHARACTERS[byte] for byte in token)
 
 
 def halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
-    """The two tokens that make `token` when it stands alone; None if no two do."""
+    """Return the two tokens from which `token` is merged when it stands alone; None if no two make
+    it."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         merged = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]
@@ -56,24 +58,24 @@ def halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
 
 
 def list_merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """The merges in their order, spelled as in merges.txt."""
+    """List the merges (left, right) in their order, spelled as in merges.txt."""
     by_rank = sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)
     pairs = (halves(token, tokenizer.ranks) for token in by_rank)
     return [(spelled(pair[0]), spelled(pair[1])) for pair in pairs if pair]
 
 
 def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Make the content of a tokenizer.json whose ids are those of `tokenizer` on any text."""
-    words: dict[str, Any] = BYTE_LEVEL | {"use_regex": True}
-    # tiktoken's quantifiers never give back what they took ("++"). That is for speed: the words are
-    # the same without it, which not every engine knows.
+    """Return the content of a tokenizer.json that gives the ids of `tokenizer` for any text."""
+    pre_tokenizer: dict[str, Any] = BYTE_LEVEL | {"use_regex": True}
+    # tiktoken's quantifiers are possessive ("++") for speed. Not every engine knows them, and the
+    # words are the same without.
     pattern = re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", tokenizer.pattern)
     if pattern not in GPT2_PATTERNS:
-        # (`$`, the end of the text, is in other engines that of a line, too.)
+        # tiktoken's `$` is the end of the text. In other engines it is also the end of a line.
         regex = {"Regex": pattern.replace("$", r"\z")}
         split = {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
         byte_level = BYTE_LEVEL | {"use_regex": False}
-        words = {"type": "Sequence", "pretokenizers": [split, byte_level]}
+        pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, byte_level]}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
     ids = {spelled(token): rank for token, rank in tokenizer.ranks.items()}
@@ -83,7 +85,7 @@ def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
         "added_tokens": [
             {"id": number, "content": text, **flags, "special": True} for text, number in special
         ],
-        "pre_tokenizer": words,
+        "pre_tokenizer": pre_tokenizer,
         "decoder": BYTE_LEVEL | {"use_regex": True},
         "model": {
             "type": "BPE",
@@ -98,17 +100,17 @@ def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def read_folder(folder: Path) -> Tokenizer | None:
-    """Read the tokenizer of a transformers folder: tokenizer.json, or vocab.json and merges.txt.
+    """Read the tokenizer of a transformers folder: tokenizer.json, else vocab.json and merges.txt.
 
-    None if there is neither. Raises DataError if there is one that is no byte-level BPE, or one
-    that cannot be run by ranks.
+    Return None if neither is there. Raises DataError if it is not a byte-level BPE, or if its ids
+    cannot serve as ranks.
     """
-    whole, vocabulary, merges = (
+    tokenizer_file, vocabulary, merges = (
         folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")
     )
-    if whole.is_file():
-        with errors_as_data_errors(whole, "tokenizer of transformers"):
-            return from_json(json.loads(whole.read_bytes()))
+    if tokenizer_file.is_file():
+        with errors_as_data_errors(tokenizer_file, "tokenizer of transformers"):
+            return from_json(json.loads(tokenizer_file.read_bytes()))
     if vocabulary.is_file() and merges.is_file():
         with errors_as_data_errors(vocabulary, "tokenizer of transformers"):
             pairs = re.findall("^(?!#version).+", merges.read_text(encoding="utf-8"), re.M)
@@ -118,13 +120,18 @@ def read_folder(folder: Path) -> Tokenizer | None:
 
 
 def from_json(content: dict[str, Any]) -> Tokenizer:
-    """Make the tokenizer of a tokenizer.json. Raises DataError unless it splits words as GPT-2
-    does, and its ids, taken as ranks, give what its merges give, on any text."""
-    model, words = content["model"], content["pre_tokenizer"] or {}
+    """Return the tokenizer of a tokenizer.json. Raises DataError unless it splits words as GPT-2
+    does, and its ids as ranks give the same result as its merges for any text."""
+    model, pre_tokenizer = content["model"], content["pre_tokenizer"] or {}
     affixes = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
     is_plain = model.get("type", "BPE") == "BPE" and not any(map(model.get, affixes))
-    by_bytes = words.get("type") == "ByteLevel" and words.get("use_regex", True)
-    if not is_plain or not by_bytes or words.get("add_prefix_space") or content.get("normalizer"):
+    by_bytes = pre_tokenizer.get("type") == "ByteLevel" and pre_tokenizer.get("use_regex", True)
+    if (
+        not is_plain
+        or not by_bytes
+        or pre_tokenizer.get("add_prefix_space")
+        or content.get("normalizer")
+    ):
         raise DataError(
             "no byte-level BPE that splits words as GPT-2 does, which is all that can be read here"
         )

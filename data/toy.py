@@ -1,4 +1,4 @@
-"""Data that need no file, and whose best loss is known."""
+"""Toy data: random ids that need no file, and whose best loss is known."""
 
 import random
 from pathlib import Path
@@ -16,10 +16,11 @@ TOY_TRAIN, TOY_VAL = 1_000_000, 100_000
 def load_toy(
     vocab_size: int, max_tokens: int | None, seed: int, seq_len: int, cache_dir: Path, say: Say
 ) -> Dataset:
-    """A random walk in which every id has 4 equally likely successors, fixed by `seed`.
+    """Load, or make, a random walk in which every id has 4 equally likely successors, fixed by
+    `seed`.
 
-    No model can beat ln 4 = 1.386 nats, and a bigram table reaches it; every id is equally
-    common, so a model that learned nothing stays at ln(vocab_size).
+    No model can beat ln 4 = 1.386 nats, and a bigram table reaches it. Every id is equally common,
+    so a model that has learned nothing stays at ln(vocab_size).
     """
     counts = [min(count, max_tokens or count) for count in (TOY_TRAIN, TOY_VAL)]
     folder, tokenizer = (
@@ -38,5 +39,5 @@ def load_toy(
         return write_ids(new, tokenizer, seq_len, {"train": [train], "val": [val]})
 
     meta = load_folder(folder, build, say)
-    about = f"toy data, each id has {TOY_SUCCESSORS} likely successors (best loss ln 4 = 1.386)"
-    return Dataset.from_cache(folder, meta, tokenizer, about, fingerprint=folder.name)
+    source = f"toy data, each id has {TOY_SUCCESSORS} likely successors (best loss ln 4 = 1.386)"
+    return Dataset.from_cache(folder, meta, tokenizer, source, fingerprint=folder.name)
