@@ -59,9 +59,9 @@ class TokenFile:
         vocabulary of `tokenizer`."""
         for first in range(0, self.count, SCAN):
             ids = self.slice(first, first + SCAN).read()
-            if (largest_id := int(ids.max())) >= tokenizer.vocab_size:
+            if (max_id := int(ids.max())) >= tokenizer.vocab_size:
                 raise DataError(
-                    f"{self.path}: holds id {largest_id}, but the tokenizer ({tokenizer.name}) ends at "
+                    f"{self.path}: holds id {max_id}, but the tokenizer ({tokenizer.name}) ends at "
                     f"{tokenizer.vocab_size - 1}: another --tokenizer-name made it"
                 )
             yield ids
@@ -128,9 +128,9 @@ def check_length(longest: int, seq_len: int, split: str) -> None:
     """Raise DataError if `longest` tokens are too few for one sequence of seq_len tokens and the
     token that follows it. `split`: "train" or "val"."""
     if longest <= seq_len:
-        split_name, remedy = SPLITS[split]
+        kind, remedy = SPLITS[split]
         raise DataError(
-            f"--seq-len {seq_len} needs {seq_len + 1} {split_name} tokens in a row, the longest file "
+            f"--seq-len {seq_len} needs {seq_len + 1} {kind} tokens in a row, the longest file "
             f"has {longest}: lower --seq-len, or {remedy}"
         )
 

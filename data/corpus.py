@@ -99,9 +99,9 @@ class TextCorpus:
             tokenizer = Tokenizer("bpe", parse_ranks((bpe_folder / RANKS).read_bytes()))
         folder = self.folder(tokenizer.fingerprint)
         meta = load_folder(folder, partial(self.build, tokenizer), self.say)
-        n_documents, n_bytes = meta["documents"], meta["bytes"]
+        n_documents, size = meta["documents"], meta["bytes"]
         documents = "1 document" if n_documents == 1 else f"{n_documents:,} documents"
-        amount = f"{n_bytes / 1e6:.2f} MB" if n_bytes >= 1e5 else f"{n_bytes / 1e3:.2f} kB"
+        amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
         source = f"{self.label}: {documents}, {amount}"
         # A resumed run keeps its bpe, so the ranks must not count in the data's fingerprint: only
         # the text, its split, its limit and the size of a bpe do.

@@ -1,7 +1,7 @@
-"""What people type: `python -m scripts` lists it.
+"""The commands for users; `python -m scripts` lists them.
 
-Python runs this file before any of them, before `import torch` even, which takes seconds. So here
-stands what a user may do to all of them at any time: stop them, and look at the first lines only.
+Python runs this file before each of them, even before `import torch`, which takes seconds. So it
+handles what a user may do at any time: press Ctrl-C, or read the first lines only (`| head`).
 """
 
 import atexit
@@ -54,12 +54,12 @@ checkpoint_from_scratch                   how does an activation checkpoint work
 
 
 def cli_main(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
-    """Make a command's `main` of a function of its words: `main` returns the exit code, and turns a
-    mistake of the user, a full disk, Ctrl-C and a closed pipe into one line."""
+    """Turn a function of command-line words into a command's `main`, which returns the exit code.
+    `main` turns a mistake of the user, a full disk, Ctrl-C and a closed pipe into one line."""
 
     @wraps(do)
     def main(argv: list[str] | None = None) -> int:
-        from data import DataError  # (and torch, which takes seconds)
+        from data import DataError  # (late: it imports torch, which takes seconds)
         from trainer.flags import UsageError, print_error
         from trainer.plan import PredictedOutOfMemory
         from trainer.snapshot import SaveError, SnapshotError
@@ -72,12 +72,12 @@ def cli_main(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
         except BrokenPipeError:  # `| head`
             return 141  # 128 + SIGPIPE, as shells count
         except OSError as error:
-            # (Who finds the disk full while he writes is told no name.)
+            # (If the disk is full during a write, the error names no file.)
             if error.filename is None and error.errno != errno.ENOSPC:
                 raise
             print_error(f"{error.filename or 'cannot write'}: {error.strerror}")
             return 2
-        except SystemExit as ended:  # argparse; or a run of a study, which has said why
+        except SystemExit as ended:  # by argparse, or by a study's run that has printed the reason
             return int(ended.code or 0)
         except KeyboardInterrupt:
             say_stopped()
@@ -88,7 +88,7 @@ def cli_main(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
 
 @contextmanager
 def out_of_memory_as(hint: str) -> Iterator[None]:
-    """Turn memory that runs out into one line, "out of memory" and `hint`, and exit code 4."""
+    """Turn an out-of-memory error into one line, "out of memory" and `hint`, and exit code 4."""
     from trainer.plan import PredictedOutOfMemory
     from trainer.run import is_out_of_memory
 
@@ -100,19 +100,20 @@ def out_of_memory_as(hint: str) -> Iterator[None]:
         raise PredictedOutOfMemory(f"out of memory{hint}") from None
 
 
-def add_snapshot(parser: ArgumentParser, what: str) -> None:
-    """Add the snapshot that a command reads, FILE or --checkpoint-path FILE; `what`: its help."""
+def add_snapshot(parser: ArgumentParser, help_text: str) -> None:
+    """Add the snapshot that a command reads: FILE, or --checkpoint-path FILE."""
     add, path = parser.add_argument, Path("checkpoints/minigpt_single.pt")
-    # (argparse hands SUPPRESS itself to the type where no FILE is typed.)
+    # Without FILE, argparse passes SUPPRESS itself to `type`.
     add("checkpoint_path", nargs="?", default=SUPPRESS, metavar="FILE",
         type=lambda word: word if word is SUPPRESS else Path(word),
-        help=f"{what} (default: {path})")  # fmt: skip
+        help=f"{help_text} (default: {path})")  # fmt: skip
     add("--checkpoint-path", type=Path, default=path, metavar="FILE", help="the same; FILE wins")
 
 
 def flush() -> None:
-    """At the end: Python itself would complain about a reader who is gone; and look for garbage in
-    all that torch is made of, for half a second. The system takes it back sooner."""
+    """Flush stdout at exit: Python itself would complain if the reader of a pipe is gone. Freeze
+    the garbage collector: at exit it would search all of torch's objects for half a second, and the
+    system frees the memory sooner."""
     gc.freeze()
     try:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`python -m scripts`: all commands, the question that each answers, and how long that takes."""
+"""`python -m scripts`: list all commands, the question that each answers, and its duration."""
 
 import sys
 

@@ -1,17 +1,18 @@
-"""What each recompute policy costs and saves, measured on this machine: time and peak memory.
+"""Measure what each recompute policy costs and saves on this machine: time and peak memory.
 
 Every policy on GPT-2 small:
     python -m scripts.benchmark --model gpt2 --batch-size 2
 
-It takes minutes, on an idle machine. Ctrl-C ends it early: what has been measured stays.
+It takes minutes, on an idle machine. Ctrl-C ends it early and prints what has been measured.
 
-Each policy has a process of its own, which runs the trainer's own steps (train_step) on random
-tokens. The table has the median of its steps (of a GPU: their mean, because Python waits for a GPU
-only once, after the last step). Peak memory is that of tensors: on a GPU as PyTorch's caching
-allocator counts it, on a CPU as torch.profiler records its allocator.
+Each policy runs in a process of its own, which does the trainer's own steps (train_step) on random
+tokens. The table shows the median time of the steps; on a GPU their mean, because Python waits for
+a GPU only once, after the last step. Peak memory is the memory of tensors: on a GPU PyTorch's
+caching allocator counts it, on a CPU torch.profiler records the allocator.
 
-Beside each time stands the planner's (planner/roofline.py). Its clock is the data sheet of a GPU
-that planner.CARDS knows. Any other device is measured for three seconds before the first run.
+Next to each time the table shows the planner's prediction (planner/roofline.py). It is based on the
+data sheet of a GPU that planner.CARDS knows. Any other device is measured for three seconds before
+the first run.
 """
 
 import os
@@ -68,8 +69,8 @@ from trainer.report import describe_model
 from trainer.run import Run
 
 Row = dict[str, Any]
-ModelFactory = Callable[[MiniGPTConfig], nn.Module]  # of a model (ids, labels) -> loss
-WARM_UP = 2  # steps: the first one compiles and makes AdamW's state; the second finds it there
+ModelFactory = Callable[[MiniGPTConfig], nn.Module]  # makes a model: (ids, labels) -> loss
+WARM_UP = 2  # steps: the first one compiles and makes AdamW's state; the second one has it
 # The trainers' flags that this tool does not take, and why.
 REFUSED = {
     "use_activation_checkpoint": "here --policies names what is measured",
@@ -97,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Finds mistakes before anything is measured, and fills in defaults. Raises UsageError or
+    """Find mistakes before anything is measured, and fill in defaults. Raises UsageError or
     DataError."""
     for name in sorted(args.typed & REFUSED.keys()):
         raise UsageError(f"{flag(name)}: {REFUSED[name]}")
@@ -113,7 +114,8 @@ def with_policy(args: argparse.Namespace, policy: str) -> argparse.Namespace:
 
 
 def ask(args: argparse.Namespace) -> PlanRequest:
-    """What the planner says of the device that is here; one that it does not know is measured."""
+    """Make the planner's request for this machine's device. A device without a data sheet is
+    measured."""
     device = choose_device(args.device)
     set_matmul_precision(device, args.tf32)
     card = clock_card(args, device) or clock_card(with_flags(args, card=THIS_MACHINE), device)
@@ -125,12 +127,14 @@ def ask(args: argparse.Namespace) -> PlanRequest:
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Random batches for train_step, which seeds torch before it takes one: equal in all runs."""
+    """Random batches for train_step, equal in all runs: train_step seeds torch before it takes
+    one."""
 
     args: argparse.Namespace
     device: torch.device
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return random inputs and labels (B, T), int64."""
         shape = self.args.batch_size, self.args.seq_len + 1
         rows = torch.randint(self.args.vocab_size, shape, device=self.device)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -147,7 +151,7 @@ def make_run(
     if args.compile:
         compile_blocks(model) if isinstance(model, MiniGPT) else model.compile()
     tokens: Any = RandomTokens(args, device)
-    unused: Any = None  # by train_step
+    unused: Any = None  # train_step does not use it
     process, optimizer = OneProcess(device), make_optimizer(model, args, device, precision)
     return Run(
         args, process, unused, unused, model, optimizer, precision, tokens, unused, StepClock()
@@ -155,43 +159,45 @@ def make_run(
 
 
 def timed_step(run: Run, n: int = 1) -> float:
-    """Seconds of a step: the mean of the next `n`, on a GPU with a single wait after the last."""
+    """Return the seconds of a step: the mean of the next `n` steps, with a single wait for the GPU
+    after the last one."""
     start = time.perf_counter()
     for _ in range(n):
         run.step += 1
         train_step(run)
     if run.process.device.type != "cpu":
-        torch.accelerator.synchronize()  # Python runs ahead of it
+        torch.accelerator.synchronize()  # Python runs ahead of the device
     return (time.perf_counter() - start) / n
 
 
 def recorded_peak(run: Run) -> int:
-    """Do one more step on a CPU; return its peak in bytes, from the records of the allocator."""
-    there: list[Tensor] = list(run.model.parameters())
-    there += chain(*(state.values() for state in run.optimizer.state.values()))
-    if isinstance(run.model, MiniGPT):  # the blocks of +offload
-        there += cast(RecomputeSchedule, run.model.blocks_with_recompute).offload_pool.buffers
+    """Do one more step on a CPU; return its peak in bytes, from the profiler's records of the
+    allocator."""
+    existing: list[Tensor] = list(run.model.parameters())
+    existing += chain(*(state.values() for state in run.optimizer.state.values()))
+    if isinstance(run.model, MiniGPT):  # the host buffers of +offload
+        existing += cast(RecomputeSchedule, run.model.blocks_with_recompute).offload_pool.buffers
     with profile(profile_memory=True) as profiler:
         timed_step(run)
-    result: Any = profiler.profiler  # (tables that it makes itself have sums only)
-    changes = [  # with a minus, when a tensor goes
+    result: Any = profiler.profiler  # (the profiler's own tables have only sums)
+    changes = [  # bytes; negative when a tensor is freed
         event
         for event in result.kineto_results.events()
         if event.name() == "[memory]" and event.device_type().name == "CPU"
     ]
     sizes = (event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns()))
-    return max(accumulate(sizes, initial=sum(tensor.nbytes for tensor in there)))
+    return max(accumulate(sizes, initial=sum(tensor.nbytes for tensor in existing)))
 
 
 def measure(args: argparse.Namespace, make_model: ModelFactory = MiniGPT) -> dict[str, Any]:
     """Return the seconds of each timed step (on a GPU one value, their mean), and the peak in bytes
-    (None on a device that counts none)."""
+    (None if the device does not count it)."""
     device = choose_device(args.device)
     run = make_run(args, device, make_model)
     timed_step(run, WARM_UP)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    # Python runs ahead of a GPU from one step to the next, too, as it does in training.
+    # On a GPU, time all steps together: Python runs ahead from step to step, as in training.
     groups = [1] * args.steps if device.type == "cpu" else [args.steps]
     seconds = [timed_step(run, n) for n in groups]
     peak = recorded_peak(run) if device.type == "cpu" else None
@@ -204,10 +210,10 @@ def measure(args: argparse.Namespace, make_model: ModelFactory = MiniGPT) -> dic
 
 
 def run_worker(argv: list[str], policy: str) -> Row | None:
-    """Return what `measure` finds in a process of its own; None if memory runs out there."""
+    """Return the result of `measure` in a process of its own; None if memory runs out there."""
     command = [sys.executable, __file__, *argv, "--worker", policy]
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode in (4, -9):  # (Linux kills the process that takes too much)
+    if done.returncode in (4, -9):  # (-9: Linux has killed it for its memory)
         return None
     if done.returncode != 0:
         raise RuntimeError(f"{shlex.join(command)}\n{done.stderr}")
@@ -217,41 +223,42 @@ def run_worker(argv: list[str], policy: str) -> Row | None:
 # ---- Results
 
 
-def make_row(question: PlanRequest, found: Row) -> Row:
-    """What `measure` found of one policy, as it goes into the JSON file.
+def make_row(request: PlanRequest, measured: Row) -> Row:
+    """Return a row of the JSON file: the result of `measure` for one policy, and the prediction.
 
-    `mfu`, `hfu`: the FLOP/s that a step needs, and those that it does, as shares of the card's
-    peak (Chowdhery et al., 2022, section 4.1); None for a device without a data sheet.
+    `mfu`, `hfu`: the FLOP/s that a step needs, and the FLOP/s that it does with recompute, as
+    shares of the card's peak (Chowdhery et al., 2022, section 4.1); None for a device without a
+    data sheet.
     """
-    args, step = question.args, question.step
-    step_s = statistics.median(found["step_s_all"])
+    args, step = request.args, request.step
+    step_s = statistics.median(measured["step_s_all"])
     tokens_per_s = args.batch_size * args.grad_accum_steps * args.seq_len / step_s
-    share, card = None, question.card
-    if card and card.name in CARDS:  # (the FLOP/s measured of a machine are no peak)
-        share = tokens_per_s / card.flops[PRECISIONS.index(question.precision)]
+    share, card = None, request.card
+    if card and card.name in CARDS:  # (FLOP/s measured on a machine are not a peak)
+        share = tokens_per_s / card.flops[PRECISIONS.index(request.precision)]
     needed, replayed = flops_per_token(step.config, args.seq_len, args.compile)
     return {
         "policy": step.config.recompute,
         "step_s": step_s,
-        "predicted_s": question.seconds(step),
-        "step_s_all": found["step_s_all"],
+        "predicted_s": request.seconds(step),
+        "step_s_all": measured["step_s_all"],
         "tokens_per_s": tokens_per_s,
         "mfu": share and share * needed,
         "hfu": share and share * (needed + replayed),
-        "peak_bytes": found["peak_bytes"],
+        "peak_bytes": measured["peak_bytes"],
         "predicted_bytes": step.peak,
     }
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Markdown."""
+    """Return a Markdown table."""
     lines = [[*header], *map(list, rows)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def policy_table(rows: list[Row]) -> str:
-    """Times are compared with the first row's."""
+    """Return a Markdown table of the rows. Times are compared with the first row's."""
     if not rows:
         return "Nothing was measured."
     first = rows[0]
@@ -273,32 +280,32 @@ def policy_table(rows: list[Row]) -> str:
 
 
 def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
-    """Measure, print the table, write the JSON file."""
-    question = ask(args)
-    assert question.card
+    """Measure all policies, print the table, write the JSON file; return the exit code."""
+    request = ask(args)
+    assert request.card
     rows, out_of_memory, code = list[Row](), list[str](), 130
     policies = dict.fromkeys(args.policies)
     with suppress(KeyboardInterrupt):
         for policy in tqdm(policies, unit="policy", leave=False, disable=None):
-            if found := run_worker(argv, policy):
-                rows.append(make_row(question.with_args(with_policy(args, policy)), found))
+            if measured := run_worker(argv, policy):
+                rows.append(make_row(request.with_args(with_policy(args, policy)), measured))
             else:
                 out_of_memory.append(policy)
         code = 0
-    told = about("scripts.benchmark", argv, question.device) | {
-        "model": describe_model(question.config),
+    metadata = about("scripts.benchmark", argv, request.device) | {
+        "model": describe_model(request.config),
         **{name: getattr(args, name) for name in ("batch_size", "grad_accum_steps", "seq_len")},
-        "precision": str(question.precision).removeprefix("torch."),
-        "predicted for": question.card.name,
+        "precision": str(request.precision).removeprefix("torch."),
+        "predicted for": request.card.name,
         "runs": f"{len(rows) + len(out_of_memory)} of {len(policies)}",
         "out of memory": " ".join(out_of_memory) or "nothing",
     }
     if code:
-        say_stopped(f"after {told['runs']} runs")
+        say_stopped(f"after {metadata['runs']} runs")
     if rows or not code:
-        print(policy_table(rows), describe_about(told), sep="\n\n")
-        told |= {"config": asdict(question.config), "card": asdict(question.card), "rows": rows}
-        write_json(args.json, told)
+        print(policy_table(rows), describe_about(metadata), sep="\n\n")
+        metadata |= {"config": asdict(request.config), "card": asdict(request.card), "rows": rows}
+        write_json(args.json, metadata)
     return code
 
 

@@ -1,18 +1,18 @@
-"""Activation checkpointing, rebuilt from scratch: a lesson that runs.
+"""Rebuild activation checkpointing from scratch: a lesson that runs.
 
 python -m scripts.checkpoint_from_scratch
-python -m scripts.checkpoint_from_scratch --dropout 0     # whose replay leaves out a matmul
+python -m scripts.checkpoint_from_scratch --dropout 0     # the replay leaves out a matmul
 
-`checkpoint(block, x, use_reentrant=False)` in model.py looks like magic. It is a cloakroom. In
-forward, autograd gives away each tensor that backward will need, and gets a ticket for it; the
+`checkpoint(block, x, use_reentrant=False)` in model.py looks like magic. It works like a cloakroom.
+In forward, autograd hands in each tensor that backward will need, and gets a ticket for it. The
 cloakroom throws the tensor away. When backward comes with the first ticket, the block runs once
-more, as if for the first time, and the tensors that it gives away this time are the missing ones.
+more. The tensors that it hands in this time are the missing ones.
 
-First one small block tells what happens to it, while it happens. Then a MiniGPT trains one step
-with the checkpoint of this file, and with torch's own: not one bit, not one operation and not one
-byte may differ, else the exit code is 1.
+First, one small block is run, and each event is printed as it happens. Then a MiniGPT trains one
+step with the checkpoint of this file, and one with torch's own. Both must be equal to the bit, to
+the operation and to the byte, else the exit code is 1.
 
-Read on: part 1 is the checkpoint, part 2 the story teller, part 3 the comparison.
+Part 1 is the checkpoint, part 2 the narrator, part 3 the comparison.
 """
 
 import os
@@ -47,7 +47,8 @@ from trainer.flags import OneLineParser, number_in_range
 
 
 class Ticket:
-    """What the graph holds instead of a tensor; the replay puts the tensor back on it."""
+    """A placeholder that the graph holds instead of a tensor. The replay puts the tensor into
+    it."""
 
     def __init__(self, number: int):
         self.number = number
@@ -55,27 +56,28 @@ class Ticket:
 
 
 class EarlyStop(Exception):
-    """All tickets are filled: whatever the function would still compute, nobody needs."""
+    """Ends a replay: all tickets are filled, and the rest of the function is not needed."""
 
 
 def checkpoint(function: Callable, *args: Any) -> Any:
-    """`function(*args)`; what backward needs of it is computed again then, instead of kept."""
+    """Return `function(*args)`. Recompute in backward what backward needs, instead of keeping
+    it."""
     if not torch.is_grad_enabled():
         return function(*args)  # there will be no backward
     same_conditions = remember_conditions()
-    # Weak: only the graph owns a ticket. If a result is dropped, its part of the graph goes, and
-    # with it the tickets; nobody would ever fetch what the replay put on them.
+    # Weak references: only the graph owns a ticket. If a result is dropped, its part of the graph
+    # goes, and the tickets with it. The replay must not keep tensors that backward never fetches.
     tickets: list[weakref.ref[Ticket]] = []
 
     def pack(tensor: Tensor) -> Ticket:  # forward: autograd wants to keep this tensor
         ticket = Ticket(len(tickets))
         tickets.append(weakref.ref(ticket))
         tell("pack", ticket, tensor)
-        return ticket  # and the tensor is freed as soon as forward itself is through with it
+        return ticket  # the tensor is freed as soon as forward itself no longer needs it
 
-    def unpack(ticket: Ticket) -> Tensor:  # backward: autograd wants it back
+    def unpack(ticket: Ticket) -> Tensor:  # backward: autograd wants the tensor back
         tell("unpack", ticket)
-        if ticket.tensor is None:  # the first ticket of all, whichever that is
+        if ticket.tensor is None:  # true for the first ticket that comes back, whichever it is
             replay(tickets, same_conditions(), function, args)
         if ticket.tensor is None:
             raise RuntimeError("the replay saved fewer tensors: did the function change its way?")
@@ -96,34 +98,35 @@ def replay(
     tell("replay")
     n_filled = 0
 
-    def fill(tensor: Tensor) -> Tensor:  # saved in the same order as in forward: that is all
+    def fill(tensor: Tensor) -> Tensor:  # the order is that of forward: no more is needed
         nonlocal n_filled
         ticket = tickets[n_filled]()
         if ticket is not None:
             tell("fill", ticket)
-            ticket.tensor = tensor.detach()  # not detached, it would keep the replay's graph alive
+            ticket.tensor = tensor.detach()  # else it would keep the replay's graph alive
         n_filled += 1
         if n_filled == len(tickets):
             tell("stop")
-            # A linear layer gives its input away *before* its matmul: without dropout a block's
-            # last one is not run again. Dropout gives its mask away when it has run.
+            # A linear layer saves its input *before* its matmul. So without dropout the last matmul
+            # of a block is not run again. Dropout saves its mask after it has run.
             raise EarlyStop
         return tensor
 
-    # Backward runs without gradients, and an operator saves nothing where they are off.
+    # Backward runs with gradients disabled, and then operators save nothing: so enable them.
     with same_conditions, torch.enable_grad(), saved_tensors_hooks(fill, lambda tensor: tensor):
         with suppress(EarlyStop):
             function(*args)  # the result is thrown away: forward has returned it long ago
 
 
 def remember_conditions() -> Callable[[], AbstractContextManager]:
-    """What a result depends on besides the arguments; returns the context that brings it back.
+    """Record what a result depends on besides the arguments; return a function that makes a context
+    in which all that is restored.
 
-    The random number generators: dropout must draw the masks of forward again. Else the gradients
-    are wrong, without an error. And autocast: backward usually runs outside of it, and the replay
-    would compute in float32 what forward computed in bfloat16.
+    Random number generators: dropout must draw forward's masks again, else the gradients are wrong,
+    without an error. Autocast: backward usually runs outside of it, so the replay would compute in
+    float32 what forward computed in bfloat16.
     """
-    # (If the GPU has not been used yet, asking for its generators would wake it up.)
+    # (Reading the generators of a GPU that is not used yet would initialize it.)
     cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     cpu_rng = torch.get_rng_state()
     cache = torch.is_autocast_cache_enabled()
@@ -135,7 +138,7 @@ def remember_conditions() -> Callable[[], AbstractContextManager]:
     @contextmanager
     def same_conditions() -> Iterator[None]:
         with ExitStack() as stack:
-            # fork: after the replay, the generators go on from where backward found them.
+            # fork_rng: after the replay, the generators continue where backward found them.
             stack.enter_context(torch.random.fork_rng(devices=range(len(cuda_rng))))
             torch.set_rng_state(cpu_rng)
             torch.cuda.set_rng_state_all(cuda_rng)
@@ -146,29 +149,32 @@ def remember_conditions() -> Callable[[], AbstractContextManager]:
     return same_conditions
 
 
-# What torch's version does on top: it takes keyword arguments; it saves the arguments through
-# autograd, so that an outer checkpoint or an offload sees them and a change in place is noticed;
-# it compares shapes and dtypes of what the replay saves; it knows devices other than these two.
+# torch's version does more: it takes keyword arguments; it saves the arguments through autograd, so
+# an outer checkpoint or an offload sees them, and a change in place is noticed; it compares shapes
+# and dtypes of the tensors that the replay saves; it knows devices other than these two.
 
 # ---------------------------------------------------------------------------------------------
-# Part 2: the story teller. Nothing here is needed for a checkpoint to work.
+# Part 2: the narrator. A checkpoint works without it.
 
 
 class Narrator(TorchFunctionMode):
-    """Prints what happens to the tickets, a line for each layer or operator."""
+    """Print what happens to the tickets, one line for each layer or operator."""
 
     def __init__(self, module: torch.nn.Module, x: Tensor):
         super().__init__()
         self.names = {address(p): name for name, p in module.named_parameters()}
         self.names[address(x)] = "x"
-        self.results: dict[int, str] = {}  # address -> which operator made what is there now
-        self.operator = ""  # the one that is running,
-        self.inputs: set[int] = set()  # and where its inputs are
+        self.results: dict[int, str] = {}  # address -> the operator that made the tensor there
+        self.operator = ""  # the running operator
+        self.inputs: set[int] = set()  # addresses of its inputs
         self.owners: dict[int, str] = {}  # ticket number -> the operator that got it
-        self.line: tuple[str, str] | None = None  # what the open line is about
+        self.line: tuple[str, str] | None = (
+            None  # (event, operator) of the line that is not ended yet
+        )
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """torch calls this instead of every function that works on tensors."""
+        """Run `func` and note its inputs and result. torch calls this instead of every function on
+        tensors."""
         kwargs = kwargs or {}
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         self.inputs = {address(x) for x in tensors}
@@ -181,7 +187,8 @@ class Narrator(TorchFunctionMode):
         return result
 
     def describe(self, tensor: Tensor) -> str:
-        """ "gelu(..) 4x32"; what the running operator has made itself has no name yet."""
+        """Return name and shape: "gelu(..) 4x32". A tensor of the running operator has no name
+        yet."""
         place, name = address(tensor), ""
         if place in self.names:
             name = self.names[place].rpartition(".")[2] + " "
@@ -223,8 +230,8 @@ def tell(event: str, ticket: Ticket | None = None, tensor: Tensor | None = None)
 
 
 def tell_the_story(dropout: float) -> None:
-    """One block, forward and backward. Its last line is `x + dropout(..)`: with dropout, the last
-    ticket is for a mask, which is there after the last matmul only."""
+    """Print the story of one block, forward and backward. Its last line is `x + dropout(..)`: with
+    dropout, the last ticket is for a mask, which exists only after the last matmul."""
     global narrator
     torch.manual_seed(0)
     block = Block(MiniGPTConfig(n_heads=2, d_model=8, d_ff=32, dropout=dropout))
@@ -256,23 +263,23 @@ def in_place_of_torchs(function: Callable, *args: Any, **options: bool) -> Any:
     return checkpoint(function, *args)
 
 
-# How blocks are run -> (recompute policy, context in which the step runs)
+# Name of a variant -> (recompute policy, context in which the step runs)
 VARIANTS: dict[str, tuple[str, Callable[[], AbstractContextManager]]] = {
     "no checkpoint": ("none", nullcontext),
     "torch, no early stop": ("full", partial(set_checkpoint_early_stop, False)),
     "torch": ("full", nullcontext),
-    # Same model, same line in it; only the name `checkpoint` there means another function.
+    # The same model with the same line; only the name `checkpoint` in it means another function.
     "this file": ("full", partial(mock.patch, "model.checkpoint", in_place_of_torchs)),
 }
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one training step of the model gave, and what it took."""
+    """Results and costs of one training step of the model."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
-    flops: int  # of the matmuls, forward and backward (of fused attention since torch 2.15)
+    flops: int  # matmuls of forward and backward (fused attention: since torch 2.15)
     kept: int  # bytes that live from forward to backward
 
 
@@ -291,8 +298,8 @@ def run_step(
             return model(ids[:, :-1], ids[:, 1:])
 
     with context():
-        # Not what the graph holds (our x hides in a closure, where no hook can see it), but all
-        # storages that forward made and that are still alive, whoever holds them.
+        # Count all storages that forward made and that are still alive. A hook sees only those of
+        # the graph, and our x hides in a closure.
         kept = sum(tensor.nbytes for tensor in kept_for_backward(model, forward))
         torch.manual_seed(1)
         with FlopCounterMode(display=False) as counter:
@@ -309,7 +316,7 @@ def same_gradients(a: Step, b: Step) -> bool:
 
 
 def is_torchs(ours: Step, torchs: Step) -> bool:
-    """To the bit, to the operation and to the byte."""
+    """Return whether both steps are equal to the bit, to the operation and to the byte."""
     same_cost = (ours.flops, ours.kept) == (torchs.flops, torchs.kept)
     return same_cost and torch.equal(ours.loss, torchs.loss) and same_gradients(ours, torchs)
 

@@ -1,13 +1,14 @@
-"""How well does a trained model predict a text? Loss, perplexity and bits/byte over all of it.
+"""Measure how well a trained model predicts a text: loss, perplexity and bits/byte.
 
 A run on the validation part of its own data, then on another text, in windows that overlap:
     python -m scripts.evaluate checkpoints/minigpt_single.pt
     python -m scripts.evaluate --val-data book.txt --stride 16
 
-All of it is one row of tokens, and every one but the first counts once. The model sees a window of
-them at a time. Where windows only touch, the first tokens of each are predicted from next to
-nothing; with a smaller --stride they overlap, and only what is new in each counts.
-In float32, so that other programs find the same number. (A trainer: --amp-dtype auto.)
+The text is one row of tokens, and every token but the first counts once. The model sees a window
+of tokens at a time. If windows only touch, the first tokens of each window are predicted from
+almost no context. With a smaller --stride windows overlap, and only the new tokens of each count.
+The model computes in float32, so that other programs find the same number. (--amp-dtype auto
+computes as a trainer does.)
 """
 
 import os
@@ -47,8 +48,8 @@ from trainer.snapshot import LoadedSnapshot, SaveError, State, peek
 
 
 def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """All ids of a file, in pieces; in a text, <|endoftext|> before each document. Raises
-    DataError."""
+    """Yield all ids of a file in chunks; in a text, <|endoftext|> stands before each document.
+    Raises DataError."""
     if suffix_of(path) in TOKEN_SUFFIXES:
         yield from TokenFile.open(path).id_chunks(tokenizer)
         return
@@ -84,13 +85,13 @@ def read_data(
 
 @torch.no_grad()
 def sum_loss(model: MiniGPT, tokens: np.ndarray, args: argparse.Namespace) -> float:
-    """Sum up the loss of all tokens but the first, in nats."""
+    """Return the sum of the losses of all tokens but the first, in nats."""
     device, last = next(model.parameters()).device, len(tokens) - 1
     T, nats = min(args.seq_len, last), 0.0
-    # The last token that each window predicts; the last window is moved back, to end with the text.
+    # The last token that each window predicts. The last window is moved back to end with the text.
     ends = np.minimum(np.arange(T, last + args.stride, args.stride), last)
-    counts = np.diff(ends, prepend=0)  # how many of its last predictions are new: of the first, all
-    windows = sliding_window_view(tokens, T + 1)  # number i: the T tokens from i on, and the next
+    counts = np.diff(ends, prepend=0)  # predictions of each window that are new, at its end
+    windows = sliding_window_view(tokens, T + 1)  # row i: tokens i .. i + T
     with tqdm(total=last, unit="tok", disable=None, leave=False) as bar:
         for first in range(0, len(ends), args.batch_size):
             some = slice(first, first + args.batch_size)
@@ -104,7 +105,7 @@ def sum_loss(model: MiniGPT, tokens: np.ndarray, args: argparse.Namespace) -> fl
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, object]:
-    """Measure the loss; return all that is printed. Raises SnapshotError, DataError or
+    """Measure the loss; return everything that is printed. Raises SnapshotError, DataError or
     UsageError."""
     path, args.no_amp = args.checkpoint_path, args.amp_dtype is None
     if path.is_dir() and not args.val_data:
@@ -114,7 +115,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     set_matmul_precision(device, tf32=False)
     with process.progress_message(f"reading {path}"):
         model, tokenizer = load_model(path, device)
-    state, limit = peek(path), model.config.max_position_embeddings  # ({} of a folder)
+    state, limit = peek(path), model.config.max_position_embeddings  # ({} for a folder)
     trained = state["args"]["seq_len"] if state else limit
     args.seq_len = args.seq_len or min(trained, limit)
     args.stride = args.stride or args.seq_len
@@ -130,7 +131,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     amp, start = precision != torch.float32, time.perf_counter()
     with torch.autocast(device.type, precision if amp else None, amp, cache_enabled=False):
         nats = sum_loss(model, tokens, args)
-    if not math.isfinite(nats):  # the weights are finite
+    if not math.isfinite(nats):  # the weights are finite: load_model has checked them
         raise flags.UsageError(f"the loss is {nats}: --amp-dtype {args.amp_dtype} overflows")
     lengths, n_tokens = tokenizer.byte_lengths(), len(tokens) - 1
     n_bytes = int(np.bincount(tokens[1:], minlength=len(lengths)) @ lengths)
@@ -169,13 +170,13 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     knobs = f"lower --batch-size {args.batch_size}, or take fewer tokens with --max-tokens"
     with out_of_memory_as(f": {knobs}"):
-        found = evaluate(args)
-    for name, value in found.items():
+        results = evaluate(args)
+    for name, value in results.items():
         if value is not None:
             shown = value if isinstance(value, str) else f"{value:,.4f}".removesuffix(".0000")
             print(f"{name.replace('_', ' '):13} {shown}")
     try:
-        write_json(args.json, about("scripts.evaluate", argv) | found)
+        write_json(args.json, about("scripts.evaluate", argv) | results)
     except OSError as error:
         raise SaveError(f"--json {args.json}: {error.strerror}") from None
 

@@ -1,14 +1,14 @@
-"""A trained MiniGPT as a folder that Hugging Face's transformers opens, and all that reads those.
+"""Export a trained MiniGPT as a folder for Hugging Face's transformers and programs that use it.
 
     python -m scripts.export_hf checkpoints/minigpt_single.pt --out minigpt-hf
 
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
     pipeline("text-generation", "minigpt-hf")("def ")
 
-MiniGPT is GPT-2, so the folder holds a GPT2LMHeadModel, with the same weights to the bit, and a
-tokenizer that gives the same ids on any text. If model.py has been changed, so that it is no GPT-2
-any more, nothing is written. Needs no transformers, but the package safetensors (pip install
-safetensors). The way back: --init-from.
+MiniGPT is GPT-2. So the folder holds a GPT2LMHeadModel with the same weights to the bit, and a
+tokenizer that gives the same ids for any text. If model.py has been changed and is not GPT-2 any
+more, nothing is written. The export needs the package safetensors (pip install safetensors), not
+transformers. --init-from reads such a folder.
 """
 
 import os
@@ -48,7 +48,7 @@ from trainer.pretrained import (
 from trainer.report import describe_model
 from trainer.snapshot import SaveError
 
-LAYER = {  # of torch's encoder -> of a block
+LAYER = {  # prefix in torch's encoder layer -> prefix in a block
     "self_attn.in_proj_": "attn.c_attn",
     "self_attn.out_proj.": "attn.c_proj",
     "linear1.": "mlp.c_fc",
@@ -59,31 +59,33 @@ LAYER = {  # of torch's encoder -> of a block
 
 
 def their_sizes(config: MiniGPTConfig) -> dict[str, Any]:
-    """Name the sizes and dropout as config.json and transformers' GPT2Config do."""
+    """Return the sizes and dropout under their names in config.json and transformers'
+    GPT2Config."""
     sizes = {theirs: getattr(config, ours) for theirs, ours, _ in SIZES}
     return sizes | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
 
 
 def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Make the JSON files, {name: content}; no tokenizer of toy data, whose ids have no text."""
+    """Return the JSON files as {name: content}. Toy data have no tokenizer file: their ids have no
+    text."""
     alone = {name: allowed[0] for name, allowed in GPT2_ALONE.items()}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_id)
-    # As scripts.generate has it. (transformers does not let the window slide: max_length.)
+    # The defaults of scripts.generate. max_length, because transformers' window does not slide.
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 40}
     sampling |= {"pad_token_id": tokenizer.eot_id, "max_length": config.max_position_embeddings}
     files: dict[str, Any] = {"generation_config.json": ends | sampling}
     if tokenizer.name != "toy":
         files["tokenizer.json"] = to_json(tokenizer)
         files["tokenizer_config.json"] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json, and nothing on top
+            "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json alone
             **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), EOT),
             "model_max_length": config.max_position_embeddings,
             "clean_up_tokenization_spaces": False,
-            # What looks like <|endoftext|> in a text is text, here as there.
+            # "<|endoftext|>" in a text is plain text, as it is here.
             "split_special_tokens": True,
         }
     whole = {"architectures": ["GPT2LMHeadModel"]} | alone | their_sizes(config) | ends
-    return files | {"config.json": whole}  # the last: without it nothing opens the folder
+    return files | {"config.json": whole}  # the last file: without it no program opens the folder
 
 
 def command_to_go_on(folder: str) -> str:
@@ -91,10 +93,10 @@ def command_to_go_on(folder: str) -> str:
 
 
 def gpt2_logits(weights: dict[str, Tensor], config: MiniGPTConfig, ids: Tensor) -> Tensor:
-    """Compute what GPT-2 makes of a MiniGPT's weights, with torch's own layers: ids (B, T) ->
-    logits (B, T, V). Raises KeyError or RuntimeError where the weights are not GPT-2's."""
-    T, words = ids.size(1), weights["token_embedding.weight"]
-    x = words[ids] + weights["position_embedding.weight"][:T]  # (B, T, C)
+    """Return the logits (B, T, V) that GPT-2 computes from a MiniGPT's weights for ids (B, T), with
+    torch's own layers. Raises KeyError or RuntimeError if the weights are not GPT-2's."""
+    T, embedding = ids.size(1), weights["token_embedding.weight"]
+    x = embedding[ids] + weights["position_embedding.weight"][:T]  # (B, T, C)
     layer = nn.TransformerEncoderLayer(
         config.d_model,
         config.n_heads,
@@ -115,12 +117,12 @@ def gpt2_logits(weights: dict[str, Tensor], config: MiniGPTConfig, ids: Tensor) 
         )
         x = layer(x, mask, is_causal=True)
     x = F.layer_norm(x, x.shape[-1:], weights["ln_f.weight"], weights["ln_f.bias"])
-    return F.linear(x, words)
+    return F.linear(x, embedding)
 
 
 @torch.no_grad()
 def check_is_gpt2(source: Pretrained) -> None:
-    """Raise UsageError unless model.py, with these weights, is GPT-2: the tensors are GPT-2's, and
+    """Raise UsageError unless model.py with these weights is GPT-2: the tensors are GPT-2's, and
     the logits of some tokens agree."""
     config, model = source.config, source.make_model(torch.device("cpu"))
     weights = {name: weight.float() for name, weight in source.weights.items()}
@@ -128,9 +130,9 @@ def check_is_gpt2(source: Pretrained) -> None:
     try:
         ours, theirs = model(ids), gpt2_logits(weights, config, ids)
         is_gpt2 = (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
-    except (KeyError, RuntimeError):  # no tensor of that name, or of another shape
+    except (KeyError, RuntimeError):  # a tensor is missing, or has another shape
         is_gpt2 = False
-    n_parameters = sum(weight.numel() for weight in weights.values())  # no tensor too many or long
+    n_parameters = sum(weight.numel() for weight in weights.values())  # none too many or too long
     if not is_gpt2 or n_parameters != count_parameters(config):
         raise UsageError(
             f"--checkpoint-path: with model.py as it is, {source.path} is no GPT-2; transformers "
@@ -141,7 +143,7 @@ def check_is_gpt2(source: Pretrained) -> None:
 def export(source: Pretrained, folder: Path) -> None:
     """Fill the folder, or leave none of its files. Raises UsageError, DataError or SaveError.
 
-    The library takes all weights together, each in one piece: transposed matrices are copied first,
+    safetensors takes all weights together, each contiguous. Transposed matrices are copied first,
     so this needs about as much memory again as the weights.
     """
     library = import_safetensors()
@@ -152,7 +154,7 @@ def export(source: Pretrained, folder: Path) -> None:
     files = json_files(source.config, source.tokenizer)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # On Ctrl-C or a full disk all of it goes: the next export wants an empty folder.
+        # On Ctrl-C or a full disk all files are removed: the next export needs an empty folder.
         with TemporaryDirectory(dir=folder) as new:
             library.torch.save_file(weights, f"{new}/model.safetensors", metadata={"format": "pt"})
             for name, content in files.items():
@@ -180,7 +182,7 @@ def main(argv: list[str]) -> None:
         help="is made; if it is there, it must be empty",
     )
     args = parser.parse_args(argv)
-    folder = Path(os.path.realpath(args.out))  # of ".", it has a name
+    folder = Path(os.path.realpath(args.out))  # "." gets its name
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"--out: {args.out} is there and not empty; name another folder")
     source = open_pretrained(args.checkpoint_path)

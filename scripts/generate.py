@@ -1,8 +1,8 @@
-"""Let a trained MiniGPT write. Needs a snapshot and nothing else: no data folder, no network.
+"""Generate text with a trained MiniGPT. It needs a snapshot, but no data folder and no network.
 
 python -m scripts.generate --prompt "def " --max-new-tokens 200 --temperature 0.8 --top-k 40
 
-The text appears as it is written, and ends where the model ends it: at <|endoftext|>.
+The text appears token by token, and ends where the model ends it: at <|endoftext|>.
 """
 
 import os
@@ -53,25 +53,25 @@ def build_parser() -> argparse.ArgumentParser:
 def generate_text(
     args: argparse.Namespace, model: MiniGPT, tokenizer: Tokenizer, device: torch.device
 ) -> Iterator[str]:
-    """All that is to be printed, samples with their prompt, piece by piece as it comes.
+    """Yield all text to print, the samples with their prompt, piece by piece.
 
-    The samples grow side by side, each by a token at a time; those behind the first one that is not
-    finished wait. Raises UsageError.
+    All samples grow together, by one token at a time. The first unfinished one is printed as it
+    grows; the samples behind it wait. Raises UsageError.
     """
     try:
         prompt = tokenizer.encode(args.prompt).tolist()
     except ValueError as error:
         raise UsageError(f"--prompt: {error}") from None
-    # Documents were trained with <|endoftext|> before them: that is how a text begins, and ends.
-    # (Not one of the toy data's numbers.)
+    # In training <|endoftext|> stood before each document. So it begins a text and ends it. (In toy
+    # data it is a number like the others, and ends nothing.)
     ids = torch.tensor([[tokenizer.eot_id, *prompt]] * args.num_samples, device=device)
     stop_id = None if args.ignore_eot or tokenizer.name == "toy" else tokenizer.eot_id
     samples = [list(prompt) for _ in range(args.num_samples)]
     unfinished = set(range(args.num_samples))
-    between = " " if tokenizer.name == "toy" else ""  # what is decoded in parts
+    between = " " if tokenizer.name == "toy" else ""  # joins parts that are decoded one by one
     torch.manual_seed(args.seed)
     new_ids = (
-        column.flatten().tolist()  # of all samples at once: to read them waits for the GPU
+        column.flatten().tolist()  # all samples in one read: each read waits for the GPU
         for column in model.stream(  # (num_samples, 1)
             ids,
             args.max_new_tokens,
@@ -82,7 +82,7 @@ def generate_text(
     )
 
     def grow() -> None:
-        """By a token each, but for those that are finished."""
+        """Add a token to each unfinished sample."""
         row = next(new_ids, None)
         for i in sorted(unfinished):
             if row is None or row[i] == stop_id:
@@ -91,10 +91,10 @@ def generate_text(
                 samples[i].append(row[i])
 
     for turn, sample in enumerate(samples):
-        n_shown = 0  # of its tokens
+        n_shown = 0  # tokens of this sample
         while True:
             text = tokenizer.decode(sample[n_shown:])
-            # (The last character of one that grows may have come in part only.)
+            # The last character of an unfinished sample may be incomplete.
             if turn not in unfinished or not text.endswith("\ufffd"):
                 yield between * bool(n_shown and text) + text
                 n_shown = len(sample)
@@ -107,8 +107,8 @@ def generate_text(
 @cli_main
 def main(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
-    asked = f"--num-samples {args.num_samples} and --max-new-tokens {args.max_new_tokens}"
-    with out_of_memory_as(f" with {asked}: lower them"):
+    typed = f"--num-samples {args.num_samples} and --max-new-tokens {args.max_new_tokens}"
+    with out_of_memory_as(f" with {typed}: lower them"):
         device = choose_device(args.device)
         model, tokenizer = load_model(args.checkpoint_path, device)
         try:

@@ -1,9 +1,10 @@
-"""Which tensors does one block keep for backward, why, and under which recompute policy?
+"""List the tensors that one block keeps for backward, and why, under each recompute policy.
 
 python -m scripts.kept_tensors                     # all policies, GPT-2 small's block
 python -m scripts.kept_tensors --policy cheap --no-amp --batch-size 8
 
-What JAX prints with `print_saved_residuals`. The model runs on fake tensors: any size, no memory.
+JAX prints such a list with `print_saved_residuals`. The model runs on fake tensors, so any size
+works and takes no memory.
 """
 
 import os
@@ -28,12 +29,12 @@ from scripts.plan_table import align
 from trainer.flags import SHAPES, OneLineParser, number_in_range
 from trainer.metrics import format_bytes
 
-RESULT = ": x + feed_forward"  # what a block hands on: the next one's input
+RESULT = ": x + feed_forward"  # a block's output, which is the next block's input
 
 
 def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
-    """What the second of two blocks keeps: its input, then the rest in the order in which it is
-    made."""
+    """Return the storages that the second of two blocks keeps: its input, then the rest in the
+    order in which they are made."""
     C, H, T = args.d_model, args.n_heads, args.seq_len
     planner = Planner(
         MiniGPTConfig(64, T, 2, H, C, d_ff=4 * C, dropout=0.0),
@@ -43,23 +44,23 @@ def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
     )
     storages = planner.record(args.batch_size, recompute=policy).storages
     kept = [s for s in storages if s.kind == "activations" and s.born]
-    # The first block's result, and all of the second one but its result.
+    # The output of the first block, and all tensors of the second block but its output.
     return [s for s in kept if (s.block == 1) != s.name.endswith(RESULT)]
 
 
 def table(policy: str, tensors: list[Storage], unit: int) -> str:
-    """One line a tensor; `unit`: bytes of one (B, T, C) tensor with one byte an element."""
+    """Return one line per tensor. `unit`: bytes of a (B, T, C) tensor with one byte an element."""
     total, lines = sum(tensor.nbytes for tensor in tensors), []
     for tensor in tensors:
         name = "x: the block's input" if tensor.name.endswith(RESULT) else tensor.name
-        what, why = (
+        label, why = (
             re.sub(r"\bblocks\.1(\.|: )", "", text) for text in (name, tensor.reason_alive)
         )
         shape = "x".join(map(str, tensor.shape))
         line = {
             "bytes>": format_bytes(tensor.nbytes),
             "BTC>": f"{tensor.nbytes / unit:.2f}",
-            "what<": what,
+            "what<": label,
             "shape<": f"{shape} {str(tensor.dtype).removeprefix('torch.')}",
             "why<": why,
             "line<": f"{tensor.line} {code_of(tensor.line)}",

@@ -1,4 +1,4 @@
-"""The exercises of docs/lesson.md, and whether an answer to them is right.
+"""Show the exercises of docs/lesson.md, and check answers to them.
 
 python -m scripts.lesson                   # what there is
 python -m scripts.lesson 4                 # shows exercise 4
@@ -6,9 +6,8 @@ python -m scripts.lesson 4 30              # is 30 the answer to it?
 python -m scripts.lesson 4 --measure       # see for yourself
 python -m scripts.lesson 4 --solution      # the answer, and why (without a number: all of them)
 
-The texts are docs/lesson.md's own. The answers are computed when they are asked for, by the model
-and the planner: one function an exercise, below the texts. Exit codes: 0 right, 3 not yet right, 2
-no answer at all.
+The texts come from docs/lesson.md. The model and the planner compute each answer on demand: one
+function per exercise, below the texts. Exit codes: 0 right, 3 not yet right, 2 no answer at all.
 """
 
 import os
@@ -53,27 +52,27 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Exercise:
-    """How an answer is read, and what is said about it. The question is in docs/lesson.md."""
+    """How an answer is parsed, and the comments on it. The question is in docs/lesson.md."""
 
-    why: str  # when it is right
-    hint: str  # when it is not, and not one of:
-    mistakes: tuple[tuple[float | str, str], ...] = ()  # (a wrong answer, what to say to it)
-    unit: str = ""  # "" = just a number
-    tolerance: float = 0.0  # of a number, relative
-    choices: tuple[str, ...] = ()  # no number, but one of these
+    why: str  # printed with the right answer
+    hint: str  # printed for a wrong answer that is not in `mistakes`
+    mistakes: tuple[tuple[float | str, str], ...] = ()  # (a wrong answer, the comment on it)
+    unit: str = ""  # of the number; "": none
+    tolerance: float = 0.0  # relative, for a number
+    choices: tuple[str, ...] = ()  # if not empty, the answer is one of these, not a number
 
     def read(self, text: str) -> float | str:
-        """Raises UsageError if that cannot be an answer."""
+        """Return the answer in `text`. Raises UsageError if it cannot be an answer."""
         if self.choices:
             word = text.strip("'\"`.() ").lower()
             if word not in self.choices:
                 raise UsageError(f"answer one of {', '.join(self.choices)}, not {text[:40]!r}")
             return word
-        found = re.fullmatch(rf"(?i)([-+]?\d*\.?\d+)\.?\s*(?:{self.unit}|x|times)?", text.strip())
-        if not found:
-            what = f"a number, as 12.3 {self.unit}".strip()
-            raise UsageError(f"the answer must be {what}, not {text[:40]!r}")
-        return float(found[1])
+        number = re.fullmatch(rf"(?i)([-+]?\d*\.?\d+)\.?\s*(?:{self.unit}|x|times)?", text.strip())
+        if not number:
+            wanted = f"a number, as 12.3 {self.unit}".strip()
+            raise UsageError(f"the answer must be {wanted}, not {text[:40]!r}")
+        return float(number[1])
 
     def is_near(self, given: float | str, answer: float | str) -> bool:
         if isinstance(given, str) or isinstance(answer, str):
@@ -81,12 +80,12 @@ class Exercise:
         return abs(given - answer) <= self.tolerance * abs(answer)
 
     def comment(self, given: float | str) -> str:
-        """What to say to a wrong answer: where to look, and not what is right."""
-        comments = (words for wrong, words in self.mistakes if self.is_near(given, wrong))
+        """Return the comment on a wrong answer: it tells where to look, not the right answer."""
+        comments = (comment for wrong, comment in self.mistakes if self.is_near(given, wrong))
         return next(comments, self.hint)
 
     def answer(self, answer: float | str) -> str:
-        """The right one, and why."""
+        """Return the right answer and its reason."""
         shown = answer if isinstance(answer, str) else f"{round(answer, 2):g} {self.unit}".strip()
         return f"{shown}. {self.why}"
 
@@ -246,7 +245,7 @@ EXERCISES: dict[int, Exercise] = {
 }
 
 
-# ---- The answers, each with what there is to see of it (--measure)
+# ---- The answers, each with the lines that --measure prints
 
 Measured = tuple[float | str, list[str]]
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)
@@ -255,18 +254,17 @@ BUDGET = 4 * GIB  # exercise 10
 
 
 def needed_by_backward() -> Measured:
-    """1: which of an MLP's tensors autograd keeps."""
+    """Answer 1: the number of an MLP's tensors that autograd keeps."""
     mlp = MLP(MiniGPTConfig(n_heads=1, d_model=8, d_ff=32))
     x = torch.randn(2, 4, 8, requires_grad=True)
     saved: set[int] = set()
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.add(tensor.untyped_storage().data_ptr())  # views of one tensor share it
+        saved.add(tensor.untyped_storage().data_ptr())  # views of one tensor share their storage
         return tensor
 
-    with saved_tensors_hooks(
-        pack, lambda tensor: tensor
-    ):  # as Block.up_project and down_project do it
+    # The same operators as in Block.up_project and Block.down_project.
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
         wide = mlp.c_fc(x)
         g = F.gelu(wide, approximate="tanh")
         y = mlp.c_proj(g)
@@ -278,7 +276,8 @@ def needed_by_backward() -> Measured:
 
 
 def block_keeps(policy: str, no_amp: bool = False) -> Measured:
-    """2, 3 and 4: without autocast's copies of the weights, which do not grow with the batch."""
+    """Answers 2, 3 and 4: BTC that a block keeps, without autocast's copies of the weights, which
+    do not grow with the batch."""
     size = {"batch_size": 2, "seq_len": SEQ_LEN, "d_model": 768, "n_heads": 12}
     tensors = kept_by_one_block(policy, argparse.Namespace(**size, no_amp=no_amp))
     tensors = [tensor for tensor in tensors if tensor.shape[0] in (2, 2 * SEQ_LEN)]
@@ -287,13 +286,13 @@ def block_keeps(policy: str, no_amp: bool = False) -> Measured:
 
 
 def cost_of_full() -> Measured:
-    """5: of blocks alone, and what the rest of a model makes of it."""
+    """Answer 5: FLOPs of blocks alone with `full`; the other lines add the rest of a model."""
 
     def relative(vocab_size: int, seq_len: int) -> float:
         config = replace(GPT2_SMALL, vocab_size=vocab_size, recompute="full")
         return relative_flops(config, seq_len)
 
-    answer = relative(1, 0)  # (the head of one id is nothing)
+    answer = relative(1, 0)  # (a head of one id costs almost nothing)
     return answer, [
         f"{answer:.2f}  blocks alone",
         f"{relative(1, SEQ_LEN):.2f}  and attention's products",
@@ -302,7 +301,8 @@ def cost_of_full() -> Measured:
 
 
 def other_dice() -> Measured:
-    """6: one step with dropout; without a checkpoint, with one, and with one that forgets."""
+    """Answer 6: compare steps with dropout: without a checkpoint, with one, and with one that
+    forgets the random state."""
     none = run_step("none")
     lines, answer = [f"no checkpoint             loss {none.loss:.6f}"], ""
     for name, remembers in (("checkpoint", True), ("preserve_rng_state=False", False)):
@@ -320,9 +320,9 @@ def other_dice() -> Measured:
     return answer, lines
 
 
-@cache  # it remembers its steps
+@cache  # a planner keeps its simulated steps
 def planner(accumulate: bool = False) -> Planner:
-    """Of GPT-2 small on a GPU."""
+    """Return the planner of GPT-2 small on a GPU."""
     return Planner(
         GPT2_SMALL,
         SEQ_LEN,
@@ -334,7 +334,7 @@ def planner(accumulate: bool = False) -> Planner:
 
 
 def ways(policies: Iterable[str], accumulate: bool = False, **memory: Any) -> list[StepMemory]:
-    """A step of each, with a progress bar on a terminal: a second or two each."""
+    """Simulate a step with each policy: a second or two each, with a progress bar on a terminal."""
     return [
         planner(accumulate).step(SEQUENCES, recompute=policy, **memory)
         for policy in tqdm(policies, leave=False, disable=None)
@@ -342,13 +342,13 @@ def ways(policies: Iterable[str], accumulate: bool = False, **memory: Any) -> li
 
 
 def the_head() -> Measured:
-    """7"""
+    """Answer 7: GiB that the head takes if it computes all logits at once."""
     at_once = replace(GPT2_SMALL, loss_chunks=1)
     answer = head_bytes(at_once, SEQUENCES * SEQ_LEN, torch.float32) / GIB
     lines = []
-    for loss_chunks, words in ((1, "head at once"), (0, "head in chunks")):
+    for loss_chunks, label in ((1, "head at once"), (0, "head in chunks")):
         for step in ways(("none", "full"), loss_chunks=loss_chunks):
-            lines.append(f"{step.peak / GIB:5.2f} GiB  {step.config.recompute}, {words}")
+            lines.append(f"{step.peak / GIB:5.2f} GiB  {step.config.recompute}, {label}")
     blocks = planner().step(SEQUENCES).kept_per_block * GPT2_SMALL.n_layers / GIB
     return answer, [
         f"{answer:5.2f} GiB  logits, log-softmax and the gradient of that",
@@ -361,7 +361,8 @@ def the_head() -> Measured:
 def best_group(
     planner: Planner, sizes: Iterable[int], policy: str, formula: Callable[[int], float]
 ) -> Measured:
-    """The K whose peak is the lowest. `policy`: with K for K; `formula`: BTC of groups of K."""
+    """Return the K with the lowest peak. `policy`: a policy with the letter K for K; `formula`: BTC
+    with groups of K."""
     peaks, lines = dict[int, int](), ["K   by formula   peak of a step"]
     for k in tqdm(sizes, leave=False, disable=None):
         peaks[k] = planner.step(SEQUENCES, recompute=policy.replace("K", str(k))).peak
@@ -370,13 +371,14 @@ def best_group(
 
 
 def groups() -> Measured:
-    """8: with gradients there all the time, so that the start of backward is the peak."""
-    there = planner(accumulate=True)
-    return best_group(there, (1, 2, 3, 4, 6, 12), "full/K", lambda k: 4 * 12 / k + 36 * k)
+    """Answer 8: the best group size. Gradients exist all the time, so that the peak is at the start
+    of backward."""
+    accumulating = planner(accumulate=True)
+    return best_group(accumulating, (1, 2, 3, 4, 6, 12), "full/K", lambda k: 4 * 12 / k + 36 * k)
 
 
 def gradients_that_wait() -> Measured:
-    """9"""
+    """Answer 9: MiB of gradients that exist when the forward of a micro-batch begins."""
     n_parameters = sum(parameter.numel() for parameter in planner().model.parameters())
     steps = {
         "1 x 12 sequences": planner().step(12),
@@ -387,13 +389,13 @@ def gradients_that_wait() -> Measured:
         start = int(step.total[0])
         each = f"{start / MIB:,.0f} MiB, {start / n_parameters:.0f} a parameter"
         lines.append(f"{each:<33}  {step.peak / MIB:6,.0f} MiB   {name}")
-    # (Not by the difference of all that is there: a smaller batch also has fewer token ids.)
+    # Compare the gradients, not all memory: a smaller batch also has fewer token ids.
     before, now = (int(step.timeline[0, KINDS.index("gradients")]) for step in steps.values())
     return (now - before) / MIB, lines
 
 
 def policy_for_a_card() -> Measured:
-    """10"""
+    """Answer 10: the policy with the fewest FLOPs that fits in 4 GiB."""
     steps = sorted(ways(RECOMPUTE_POLICIES), key=lambda s: recompute_cost(s.config, SEQ_LEN))
     lines = ["policy     FLOPs      peak  in 4 GiB"]
     for step in steps:
@@ -404,7 +406,8 @@ def policy_for_a_card() -> Measured:
 
 
 def nested_groups() -> Measured:
-    """11: of narrow blocks, beside which weights are nothing."""
+    """Answer 11: the best group size with nested checkpoints. The blocks are narrow, so their
+    weights do not matter."""
     config = MiniGPTConfig(61, SEQ_LEN, n_layers=36, n_heads=1, d_model=64, d_ff=256, dropout=0.0)
     deep = replace(planner(), config=config)
     sizes = 2, 3, 4, 6, 9, 12, 18
@@ -412,12 +415,13 @@ def nested_groups() -> Measured:
 
 
 def weights_after(part: str, drop: bool = True) -> list[Tensor]:
-    """The weights after two steps. In the first one memory runs out in the middle of `part`; so it
-    is done again, with `full`. Before that the first attempt's gradients are dropped, or not."""
+    """Return the weights after two steps. In the first step memory runs out in the middle of
+    `part`, so the step is done again, with `full`. `drop`: drop the first attempt's gradients
+    before that."""
     torch.manual_seed(0)
     model = MiniGPT(MiniGPTConfig(61, 16, n_layers=2, n_heads=1, d_model=16, d_ff=64))
     weights: list[Tensor] = list(model.parameters())
-    # The update of the even weights, then that of the odd ones.
+    # Two optimizers, for even and odd weights, so that an update can fail halfway.
     even, odd = (torch.optim.AdamW(some) for some in (weights[::2], weights[1::2]))
     first, last = model.blocks
     hooks: dict[str, Callable] = {
@@ -443,19 +447,21 @@ def weights_after(part: str, drop: bool = True) -> list[Tensor]:
 
 
 def done_again() -> Measured:
-    """12: memory runs out in forward, in backward, and in the update."""
+    """Answer 12: compare runs in which memory runs out in forward, in backward, or in the
+    update."""
     undisturbed = weights_after("")
-    found = {part: weights_after(part) for part in ("forward", "backward", "update")}
-    found["backward, gradients kept"] = weights_after("backward", drop=False)
+    weights_by_part = {part: weights_after(part) for part in ("forward", "backward", "update")}
+    weights_by_part["backward, gradients kept"] = weights_after("backward", drop=False)
     differ = [
         sum(not torch.equal(*pair) for pair in zip(weights, undisturbed, strict=True))
-        for weights in found.values()
+        for weights in weights_by_part.values()
     ]
     lines = [
         f"{name:<24}  {n or 'none'} of {len(undisturbed)} weights differ"
-        for name, n in zip(found, differ, strict=True)
+        for name, n in zip(weights_by_part, differ, strict=True)
     ]
-    n_safe = next(i for i, n in enumerate(differ) if n)  # parts after which it may be done again
+    # The number of parts after which a step may be done again.
+    n_safe = next(i for i, n in enumerate(differ) if n)
     return "dabc"[n_safe], ["memory runs out in", *lines]
 
 
@@ -479,14 +485,14 @@ MEASURES: dict[int, Callable[[], Measured]] = {
 
 
 def sections() -> dict[int, str]:
-    """Number -> the exercise as it stands in docs/lesson.md, with its title."""
+    """Return number -> text of the exercise in docs/lesson.md, with its title."""
     text = PAGE.read_text(encoding="utf-8")
     found = re.findall(r"^## ((\d+)\. .*?)\s*(?=^## |\Z)", text, re.M | re.S)
     return {int(number): section for section, number in found}
 
 
 def check(n: int, text: str) -> int:
-    """Print what there is to say to an answer, and return the exit code. Raises UsageError."""
+    """Print the comment on an answer; return the exit code. Raises UsageError."""
     exercise = EXERCISES[n]
     given, (answer, _) = exercise.read(text), MEASURES[n]()
     if exercise.is_near(given, answer):

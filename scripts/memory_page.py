@@ -1,19 +1,19 @@
-"""See a training step's memory move: one HTML page to explore, before anything runs.
+"""Write an HTML page that shows the memory of a training step over time, before anything runs.
 
 python -m scripts.memory_page                                           # the demo's model: seconds
 python -m scripts.memory_page --model gpt2 --batch-size 8 --device cuda          # 16 s
 python -m scripts.memory_page --model gpt2 --batch-size 8 --card "RTX 4090" --memory-budget 4GiB
 
-Open the file in any browser. It shows each storage of the step, for each recompute policy: what it
-is, which line made it, why it is there and when it goes; what is alive at any instant; which policy
-fits a budget. It needs no network and no other file.
+Open the file in any browser; it needs no network and no other file. For each recompute policy it
+shows each storage of the step: its name, the line that made it, why it is kept and when it is
+freed. It also shows what is alive at any instant, and which policy fits a budget.
 
-The flags are the trainers' own and mean the same here; the policy that they ask for is the one that
-is shown first. Along the page runs the step: in FLOPs, or, with --card, in predicted seconds.
-`--device cuda` plans for a GPU wherever you are.
+The flags are those of the trainers, with the same meaning. The page first shows the policy that
+they select. The horizontal axis is the step, in FLOPs or, with --card, in predicted seconds.
+`--device cuda` plans for a GPU on any machine.
 
-All of it comes from the planner (planner/record.py). The page itself is plain HTML, CSS and
-JavaScript, in scripts/page/; this file puts the numbers into it.
+All numbers come from the planner (planner/record.py). The page itself is plain HTML, CSS and
+JavaScript in scripts/page/. This file inserts the numbers.
 """
 
 import os
@@ -56,8 +56,8 @@ from trainer.pretrained import open_init_from
 
 SOURCE = Path(__file__).parent / "page"
 SCRIPTS = ("step.js", "frame.js", "chart.js", "listen.js", "page.js")
-# A part of the step without matrix products has no FLOPs; as wide as this share of the step it can
-# be seen.
+# Parts of the step without matrix products have no FLOPs. To be visible, they get at least these
+# widths, as shares of the step: a part of forward or backward, and the update.
 NARROW, UPDATE = 1 / 400, 1 / 50
 WORDS = {
     "plain": "every intermediate is kept, and all logits at once, as in most tutorials",
@@ -67,7 +67,7 @@ WORDS = {
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Raises UsageError."""
+    """Parse the flags. Raises UsageError."""
     parser = flags.build_parser("python -m scripts.memory_page", "unused")
     parser.description = (
         "Write a page on which the memory of a training step can be explored. Takes the trainers' "
@@ -82,15 +82,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Labels:
-    """What storages are called. Equal blocks have equal storages: only the block's number differs,
-    so that "<+0>" stands for it, and "<+1>" for the next one. Each value is there once: asking for
-    the number of a new one adds it."""
+    """Numbers for the labels of storages. Equal blocks have equal storages that differ only in the
+    block's number: so "<+0>" stands for that number in a label, and "<+1>" for the next block's.
+    Each label is there once: looking up a new one adds it."""
 
     def __init__(self) -> None:
         self.operators, self.lines, self.storages = numbers(), numbers(), numbers()
 
     def of(self, storage: Storage) -> int:
-        """A number for all that it has in common with its likes in other blocks."""
+        """Return the number of the label that a storage shares with its counterparts in other
+        blocks."""
         texts = (relative(text, storage.block) for text in (storage.name, storage.reason_alive))
         shape = " x ".join(f"{n:,}" for n in storage.shape) or "one number"
         dtype, line = str(storage.dtype).removeprefix("torch."), self.lines[storage.line]
@@ -100,42 +101,45 @@ class Labels:
 
 
 def numbers() -> defaultdict[Any, int]:
-    """A dict that gives each new key the next number."""
+    """Return a dict that gives each new key the next number."""
     return defaultdict(count().__next__)
 
 
 def relative(text: str, block: int | None) -> str:
-    """ "blocks.4.ln_1" from within block 3: "blocks.<+1>.ln_1" """
+    """Replace block numbers by offsets to `block`: "blocks.4.ln_1" in block 3 becomes
+    "blocks.<+1>.ln_1"."""
     if block is None:
         return text
     return re.sub(r"\bblocks\.(\d+)", lambda n: f"blocks.<{int(n[1]) - block:+d}>", text)
 
 
 def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
-    """Operators and where they stand on the axis, from 0 on, in FLOPs of a step without recompute:
-    a block's forward is as wide as its matrix products, and its operators share that evenly."""
+    """Return indices of operators and their positions on the axis, from 0 on, in FLOPs of a step
+    without recompute (1 = all of them). A block's forward is as wide as its matrix products; its
+    operators share that width evenly."""
     step = record.step
     needed, _ = flops_per_token(step.config, step.seq_len)
     flops = np.zeros(len(step.timeline) + 1)
     np.add.at(flops, step.work.at, step.work.flops * step.work.times)
-    whole = needed * step.batch_size * step.seq_len
+    step_flops = needed * step.batch_size * step.seq_len
     starts, x = [0], [0.0]
     for phase, _, begins, end in phase_intervals(step):
-        least = UPDATE if phase == "optimizer" else NARROW * bool(phase)
+        min_width = UPDATE if phase == "optimizer" else NARROW * bool(phase)
         starts.append(end)
-        x.append(x[-1] + max(flops[begins[0] : end].sum() / whole, least))
+        x.append(x[-1] + max(flops[begins[0] : end].sum() / step_flops, min_width))
     return starts, x
 
 
 def along_seconds(record: StepRecord, card: Card) -> tuple[list[int], list[float]]:
-    """The same in predicted seconds on a card."""
+    """Return indices of operators and their positions on the axis, in predicted seconds on a
+    card."""
     work = record.step.work
     each = op_seconds(work, card) * work.times
     return [*work.at.tolist(), len(record.step.timeline)], [0.0, *each.cumsum()]
 
 
 def trainer_flags(config: MiniGPTConfig) -> str:
-    """What a trainer is told to get such a step."""
+    """Return the trainer flags that select the policy and the chunks of `config`."""
     chunks = f" --loss-chunks {config.loss_chunks}" if config.loss_chunks else ""
     if config.mlp_chunks != 1 and recompute_plan(config).supports_mlp_chunks:
         chunks += f" --mlp-chunks {config.mlp_chunks}"
@@ -145,7 +149,7 @@ def trainer_flags(config: MiniGPTConfig) -> str:
 def step_data(
     record: StepRecord, name: str, labels: Labels, request: PlanRequest
 ) -> dict[str, Any]:
-    """One policy, as page.js has it."""
+    """Return the numbers of one policy, as page.js reads them."""
     step, card = record.step, request.card
     starts, x = along_seconds(record, card) if card else along_flops(record)
     born = [storage.born for storage in record.storages]
@@ -171,41 +175,42 @@ def step_data(
     }
 
 
-def way_data(way: StepMemory, request: PlanRequest) -> list:
-    """One of those that `auto` would take, as page.js has it: peak, cost, name, flags."""
-    flops = relative_flops(way.config, request.args.seq_len, request.args.compile)
-    cost = way.seconds(request.card) if request.card else flops
-    return [way.peak, cost, way.config.recompute, trainer_flags(way.config)]
+def way_data(candidate: StepMemory, request: PlanRequest) -> list:
+    """Return peak, cost, name and flags of one candidate of `auto`, as page.js reads them."""
+    flops = relative_flops(candidate.config, request.args.seq_len, request.args.compile)
+    cost = candidate.seconds(request.card) if request.card else flops
+    return [candidate.peak, cost, candidate.config.recompute, trainer_flags(candidate.config)]
 
 
 def policies(request: PlanRequest) -> tuple[dict[str, dict[str, Any]], str]:
-    """The policies that the page has: (name -> what `Planner.record` is told, shown first)."""
-    config, found = request.config, dict(POLICIES)
+    """Return the policies of the page (name -> arguments of `Planner.record`), and the name of the
+    one that is shown first."""
+    config, settings = request.config, dict(POLICIES)
     if request.args.use_activation_checkpoint in AUTO:
         config = request.pick_recompute().config
-    if config.loss_chunks:  # all have the head that was asked for
-        del found["plain"]
+    if config.loss_chunks:  # --loss-chunks fixes the head of all policies
+        del settings["plain"]
     if config.n_layers == 1:  # no group of 2
-        del found["full/2"]
-    found[config.recompute] = {"recompute": config.recompute, "loss_chunks": config.loss_chunks}
-    return found, config.recompute
+        del settings["full/2"]
+    settings[config.recompute] = {"recompute": config.recompute, "loss_chunks": config.loss_chunks}
+    return settings, config.recompute
 
 
 def page_data(args: argparse.Namespace) -> dict[str, Any]:
-    """All that the page knows, as page.js reads it. Raises UsageError, DataError."""
+    """Return all numbers of the page, as page.js reads them. Raises UsageError or DataError."""
     request, labels = make_request(args), Labels()
-    room, card, n = request.memory_budget, request.card, args.grad_accum_steps
-    found, first = policies(request)
+    budget, card, n = request.memory_budget, request.card, args.grad_accum_steps
+    settings, first = policies(request)
     steps = []
-    for name, memory in tqdm(found.items(), unit="policy", disable=None, leave=False):
+    for name, memory in tqdm(settings.items(), unit="policy", disable=None, leave=False):
         record = request.planner.record(args.batch_size, **memory)
         steps.append(step_data(record, name, labels, request))
-    is_asked = bool(card or args.memory_budget)
+    has_budget = bool(card or args.memory_budget)
     about = [
         describe(request, f"one of {n} micro-batches of {args.batch_size} x " * (n > 1)),
         f"predicted for {card.name}" if card else "predicted",
-        f"where tensors may take {room}"
-        if is_asked
+        f"where tensors may take {budget}"
+        if has_budget
         else "no budget given (the dashed line is an example)",
     ]
     if (times := int(record.step.work.times.max())) > 1:
@@ -214,9 +219,9 @@ def page_data(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",
-        "budget": room.usable_bytes if is_asked else None,
+        "budget": budget.usable_bytes if has_budget else None,
         "ways": [way_data(way, request) for way in ways],
-        "first": [*found].index(first),
+        "first": [*settings].index(first),
         "kinds": [[LEGEND[kind].split(":")[0], COLORS[kind], LEGEND[kind]] for kind in COLORS],
         "lines": [[line, code_of(line)] for line in labels.lines],
         "operators": [*labels.operators],
@@ -226,7 +231,7 @@ def page_data(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_page(data: dict[str, Any], command: str) -> str:
-    """The page: one file, into which the style, the script and the numbers are put."""
+    """Return the page as one file: HTML with the style, the scripts and the numbers inserted."""
     text = json.dumps(data | {"command": command}, separators=(",", ":"))
     page, style, *script = (
         (SOURCE / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)
@@ -234,7 +239,7 @@ def write_page(data: dict[str, Any], command: str) -> str:
     parts = {
         "page.css": style,
         "page.js": "".join(script),
-        # "</script>" in a name would end the script.
+        # Escape "<": a "</script>" in a name would end the script.
         "numbers": "const DATA = " + text.replace("<", "\\u003c") + ";",
     }
     return re.sub(r"/\* ([\w.]+) \*/", lambda mark: parts[mark[1]], page)
@@ -245,7 +250,7 @@ def main(argv: list[str]) -> None:
     args = parse(argv)
     command = shlex.join(["python", "-m", "scripts.memory_page", *argv])
     page = write_page(page_data(args), command)
-    args.out.parent.mkdir(exist_ok=True)  # (for the default)
+    args.out.parent.mkdir(exist_ok=True)  # (the default's folder)
     args.out.write_text(page, encoding="utf-8")
     print(f"wrote {args.out} ({format_bytes(args.out.stat().st_size)}): open it in a browser")
 

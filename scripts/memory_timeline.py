@@ -1,13 +1,13 @@
-"""Draw memory over one training step, a panel a policy: before anything runs, on any model.
+"""Draw memory over one training step, one panel per policy: before anything runs, for any model.
 
 python -m scripts.memory_timeline                                    # the demo's model: seconds
 python -m scripts.memory_timeline --model gpt2 --batch-size 8 --device cuda       # a quarter minute
 python -m scripts.memory_timeline --policies none mlp full/2 --out mine.svg
 
-The flags are the trainers' own and mean the same here, but for those that choose a policy:
---policies names what is drawn. Along a panel runs the step, in FLOPs; upwards stands all memory
-that tensors take, as the planner predicts it. `--device cuda` plans for a GPU wherever you are.
-Needs matplotlib: pip install matplotlib
+The flags are those of the trainers, with the same meaning. Only those that choose a policy have no
+effect: --policies names the panels. The horizontal axis is the step, in FLOPs. The vertical axis is
+the memory of all tensors, as the planner predicts it. `--device cuda` plans for a GPU on any
+machine. Needs matplotlib: pip install matplotlib
 """
 
 import os
@@ -47,8 +47,8 @@ from trainer.plan import PlanRequest, make_request
 from trainer.pretrained import open_init_from
 
 PHASES = ("forward", "head", "backward")  # (the optimizer has hardly any FLOPs)
-NARROW = 0.12  # of a panel; a phase needs as much for its name
-TITLES = {  # what a policy does, where a title has room for it
+NARROW = 0.12  # share of a panel's width that a phase needs for its name
+TITLES = {  # policy -> short description for a title
     "plain": "all logits at once",
     "none": "the head in chunks of tokens",
     "cheap": "pointwise ops recomputed",
@@ -57,7 +57,7 @@ TITLES = {  # what a policy does, where a title has room for it
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Raises UsageError."""
+    """Parse the flags. Raises UsageError."""
     parser = flags.build_parser("python -m scripts.memory_timeline", "unused")
     parser.description = (
         "Draw where the memory of a training step goes. Takes the trainers' flags, which mean the "
@@ -81,28 +81,29 @@ def policy_or_plain(text: str) -> str:
 
 
 def record_all(args: argparse.Namespace) -> tuple[PlanRequest, dict[str, StepRecord]]:
-    """What is asked, and a simulated step of each policy. Raises UsageError or DataError."""
+    """Return the plan request, and a simulated step of each policy. Raises UsageError or
+    DataError."""
     request = make_request(args)
     each = tqdm(dict.fromkeys(args.policies), unit="policy", disable=None, leave=False)
     record = partial(request.planner.record, args.batch_size)
     try:
         return request, {name: record(**POLICIES.get(name, {"recompute": name})) for name in each}
-    except ValueError as error:  # more blocks than there are
+    except ValueError as error:  # the policy names more blocks than the model has
         raise UsageError(f"--policies: {error}") from None
 
 
 def title(name: str, step: StepMemory) -> str:
-    words = f"{name}: {TITLES[name]}" if name in TITLES else name
+    description = f"{name}: {TITLES[name]}" if name in TITLES else name
     replayed = relative_flops(step.config, step.seq_len) - 1
     cost = f", {replayed:+.0%} FLOPs" * (step.config.recompute != "none")
-    return f"{words}. Peak {format_bytes(step.peak)}{cost}"
+    return f"{description}. Peak {format_bytes(step.peak)}{cost}"
 
 
 def draw(plt: Any, request: PlanRequest, records: dict[str, StepRecord]) -> Any:
-    """One below the other, all on one scale."""
-    most = max(record.step.peak for record in records.values())
+    """Draw the panels, one below the other, all on one scale."""
+    max_peak = max(record.step.peak for record in records.values())
     right = max(along_flops(record)[1][-1] for record in records.values())
-    unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
+    unit, size = ("GiB", 2**30) if max_peak >= 2**30 else ("MiB", 2**20)
     height = 1.4 * (len(records) + 1.2)
     figure, axes = plt.subplots(len(records), 1, figsize=(WIDTH, height), squeeze=False)
     for axis, (name, record) in zip(axes.flat, records.items(), strict=True):
@@ -112,18 +113,18 @@ def draw(plt: Any, request: PlanRequest, records: dict[str, StepRecord]) -> Any:
         areas = axis.stackplot(x, layers, colors=COLORS.values(), step="post", linewidth=0)
         axis.plot(x[step.total.argmax()], step.peak / size, "v", color="black", markersize=6)
         axis.set(title=title(name, step), ylabel=unit)
-        axis.set(xlim=(0, right), ylim=(0, 1.15 * most / size))
+        axis.set(xlim=(0, right), ylim=(0, 1.15 * max_peak / size))
         name_phases(axis, x, step)
     figure.suptitle(
         f"Memory over one training step, along its FLOPs\n{describe(request)}, predicted"
     )
-    words = [LEGEND[kind] for kind in COLORS]
-    figure.legend(areas, words, loc="outside lower center", ncols=2, frameon=False)
+    labels = [LEGEND[kind] for kind in COLORS]
+    figure.legend(areas, labels, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
 def name_phases(axis: Any, x: np.ndarray, step: StepMemory) -> None:
-    """Below a panel, where a phase is wide enough for its name."""
+    """Write the name of each phase below a panel, if the phase is wide enough for it."""
     ends = {name: x[[step.phase(name).start, step.phase(name).stop]] for name in PHASES}
     wide = {name: at for name, at in ends.items() if np.ptp(at) > NARROW * axis.get_xlim()[1]}
     axis.set_xticks([at.mean() for at in wide.values()], [*wide])

@@ -1,14 +1,15 @@
-"""Will it fit, and what is the cheapest way to make it fit? An answer before the run.
+"""Predict, before a run, whether it fits in memory, and the cheapest way to make it fit.
 
-The flags are the trainers' own; add nothing but what you ask:
+The flags are those of the trainers. Some more say what to plan:
     python -m scripts.plan_memory --model gpt2 --device cuda --memory-budget 8GiB
     python -m scripts.plan_memory --model gpt2 --card "RTX 4090" --all-knobs
 
-One training step of that model is simulated for each recompute policy, on tensors that have shapes
-but no memory: no GPU is needed, nothing is downloaded, 1.5 billion parameters take a quarter of a
-minute on a laptop. `--device cuda` plans for a GPU wherever you are, `--card` for one with that
-much memory, and predicts the time, too. What is recommended leaves a margin to what tensors are not
-(the CUDA context, kernels, an allocator's gaps): a tenth of the budget, on a GPU at least 1 GiB.
+For each recompute policy, one training step of the model is simulated on tensors that have shapes
+but no memory. So no GPU is needed, nothing is downloaded, and 1.5 billion parameters take a quarter
+of a minute on a laptop. `--device cuda` plans for a GPU on any machine. `--card` plans for that
+GPU's memory, and predicts the time as well. The recommendation leaves a margin for memory that is
+not tensors (the CUDA context, kernels, the allocator's gaps): a tenth of the budget, on a GPU at
+least 1 GiB.
 """
 
 import os
@@ -58,15 +59,15 @@ from trainer.plan import PlanRequest, make_request
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 
-PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # how many it will be is not known
-# Flags that are no part of the command that is recommended.
+PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # the total is not known in advance
+# Flags that the recommended command leaves out.
 ANSWERED = {"memory_budget", "card", "use_activation_checkpoint"}
-DEEPER = 2  # ways to go on when memory runs out that are named
+DEEPER = 2  # policies after an out-of-memory error that the plan names
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The trainers' flags, with those of the plan. `typed_policy` is the policy that was typed,
-    which the table leaves out, and which --at-peak lists."""
+    """Parse the trainers' flags and those of the plan. `typed_policy` gets the policy that was
+    typed: the table ignores it, and --at-peak lists its step. Raises UsageError or DataError."""
     parser = flags.build_parser("python -m scripts.plan_memory", "unused.pt")
     does = "Predict the memory of a training run, for each recompute policy."
     parser.description = f"{does} Takes the trainers' flags; many change no plan."
@@ -94,12 +95,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     check(args)
     typed = set(args.typed)
     open_init_from(args)
-    args.implied = dict.fromkeys(args.typed - typed)  # what the weights say, nobody needs to type
+    args.implied = dict.fromkeys(args.typed - typed)  # set by --init-from: not typed in a command
     args.typed_policy = None
     is_typed = "use_activation_checkpoint" in typed
     if args.at_peak and is_typed and args.use_activation_checkpoint not in flags.AUTO:
         args.typed_policy = format_recompute(flags.recompute_plan_of(args))
-    args.use_activation_checkpoint = "none"  # the rows are changes of a run without recompute
+    args.use_activation_checkpoint = "none"  # each row changes a run without recompute
     flags.resolve_defaults(args, 1 if args.sp else args.nproc_per_node or 1)
     if args.sp:
         flags.check_shared(args, args.nproc_per_node)
@@ -108,7 +109,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UsageError where flags do not go together."""
+    """Raise UsageError if flags contradict each other."""
     if args.all_knobs and args.card is None:
         raise UsageError(f"--all-knobs compares times: name a --card, or --card {THIS_MACHINE}")
     if args.all_knobs and args.longest_sequence:
@@ -125,7 +126,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def parse_request(argv: list[str]) -> tuple[PlanRequest, float]:
-    """The request, and the seconds in which the machine was measured. Raises UsageError or
+    """Return the request, and the seconds that measuring this machine took. Raises UsageError or
     DataError."""
     args, start = parse(argv), time.perf_counter()
     request = make_request(args, args.nproc_per_node, args.fsdp or args.sp, args.sp)
@@ -134,16 +135,16 @@ def parse_request(argv: list[str]) -> tuple[PlanRequest, float]:
     return request, time.perf_counter() - start
 
 
-# ---- what is planned for
+# ---- The target
 
 
 def describe_target(request: PlanRequest, seconds: float) -> str:
-    """Lines on the model, the device and the budget of the table below."""
-    args, config, room, card = request.args, request.config, request.memory_budget, request.card
+    """Describe the model, the device and the budget in lines above the table."""
+    args, config, budget, card = request.args, request.config, request.memory_budget, request.card
     kind = request.device.type
     precision = str(request.precision).removeprefix("torch.")
     unknown = f"no {kind} here and no --memory-budget: what fits cannot be told"
-    limit = unknown if room.total_bytes is None else f"tensors may take {room}"
+    limit = unknown if budget.total_bytes is None else f"tensors may take {budget}"
     lines = [
         f"model    {count_parameters(config):,} parameters: {describe_model(config)}",
         f"batch    {args.grad_accum_steps} x {args.batch_size} sequences of {args.seq_len} tokens",
@@ -179,65 +180,74 @@ def state_words(request: PlanRequest) -> str:
     return f"1/{shards} of {state}; and gathered token embeddings, {gathered}"
 
 
-# ---- what to run
+# ---- The command to run
 
 
-def command_line(args: argparse.Namespace, **found: Any) -> str:
-    """The trainer's command: what was asked, with what was found."""
+def command_line(args: argparse.Namespace, **changes: Any) -> str:
+    """Return the trainer's command: the typed flags, with `changes`."""
     start = ["python", "train_minimal.py"]
     if args.nproc_per_node:
         ours = "train_sp.py" if args.sp else "train_fsdp.py" if args.fsdp else "train_ddp.py"
         start = ["torchrun", f"--nproc-per-node={args.nproc_per_node}", ours]
-    found = {name: None if value is False else value for name, value in found.items()}
-    return shlex.join([*start, *as_argv(args, **args.implied | found)])
+    changes = {name: None if value is False else value for name, value in changes.items()}
+    return shlex.join([*start, *as_argv(args, **args.implied | changes)])
 
 
 def verdict(request: PlanRequest, taken: Candidate | None, table: list[Candidate]) -> list[str]:
-    """The command to run; or why nothing fits, and a change with which it does."""
+    """Return the command to run; if nothing fits, the reason, and a change with which it fits."""
     args = request.args
     if request.memory_budget.total_bytes is None:
         return ["--memory-budget 8GiB, say, tells what fits, and which of them to take"]
-    if any(way.longest for way in table):
+    if any(row.longest for row in table):
         return [longest_command(request, table)]
     lines = [command_line(args, **taken.changes(args))] if taken else []
     if taken and not taken.offloaded:
         return lines
     change, knob = request.fitting_change()
-    if taken:  # there may be something cheaper than to offload
+    if taken:  # another change may be cheaper than offloading
         if knob and "+offload" not in knob.flags.get("use_activation_checkpoint", ""):
             lines.insert(0, f"or, instead of offloading, {knob.command} ({knob.cost})")
         return lines
-    tight = " with a margin" * any(way.fits for way in table)
+    tight = " with a margin" * any(row.fits for row in table)
     lines = [f"nothing fits{tight}; {change}"]
     return [*lines, command_line(args, **knob.flags)] if knob else lines
 
 
 def longest_command(request: PlanRequest, table: list[Candidate]) -> str:
-    """The command for the longest sequence of all; of as long ones the cheapest, offloaded last."""
-    fits = [way for way in table if way.longest]
-    best = min(fits, key=lambda way: (-(way.longest or 0), way.offloaded, way.cost))
+    """Return the command for the longest sequence. Of equally long ones take the cheapest,
+    offloaded ones last."""
+    fits = [candidate for candidate in table if candidate.longest]
+    best = min(
+        fits, key=lambda candidate: (-(candidate.longest or 0), candidate.offloaded, candidate.cost)
+    )
     longer = candidate_of(best.request.with_args(with_length(best.request.args, best.longest or 0)))
     return command_line(request.args, **longer.changes(request.args))
 
 
 def deeper_words(taken: Candidate | None) -> list[str]:
-    """The first ways that a run takes when memory runs out, each with its peak and its time."""
-    words = []
-    for way in islice(if_memory_runs_out(taken), DEEPER):
-        time = f", {'> ' * way.offloaded}~{format_time(way.seconds)}" if way.seconds else ""
-        words.append(f"{way.name} ({format_bytes(way.step.peak)}{time})")
-    return [f"deeper   if memory runs out: {', then '.join(words)}"] * bool(words)
+    """Name the first policies that a run takes after an out-of-memory error, each with peak and
+    time."""
+    names = []
+    for candidate in islice(if_memory_runs_out(taken), DEEPER):
+        time = (
+            f", {'> ' * candidate.offloaded}~{format_time(candidate.seconds)}"
+            if candidate.seconds
+            else ""
+        )
+        names.append(f"{candidate.name} ({format_bytes(candidate.step.peak)}{time})")
+    return [f"deeper   if memory runs out: {', then '.join(names)}"] * bool(names)
 
 
 def whole_run(request: PlanRequest, taken: Candidate | None) -> tuple[dict[str, Any], list[str]]:
-    """The run that the flags ask for, with the step that is recommended: for the JSON file, and in
-    words. A billion tokens, by which runs are compared, if the flags do not tell how long it is."""
+    """Describe the whole run that the flags ask for, with the recommended step: for the JSON file,
+    and in words. If the flags set no length, it is a billion tokens, so that runs can be
+    compared."""
     args, of_step = request.args, tokens_per_step(request.args, request.replicas)
-    asked = args.num_steps * of_step if "num_steps" in args.typed else args.num_tokens
-    tokens = asked or 10**9
+    typed_tokens = args.num_steps * of_step if "num_steps" in args.typed else args.num_tokens
+    tokens = typed_tokens or 10**9
     steps = math.ceil(tokens / of_step)
     run: dict[str, Any] = {"tokens": tokens, "steps": steps, "seconds": None}
-    # (The command of --longest-sequence has other steps than the rows.)
+    # With --longest-sequence, the step of the command is not the step of the row.
     if taken is None or taken.seconds is None or taken.longest is not None:
         return run, []
     run["seconds"] = seconds = taken.seconds * steps
@@ -246,11 +256,11 @@ def whole_run(request: PlanRequest, taken: Candidate | None) -> tuple[dict[str, 
     return run, [f"run      {words}; without data, communication, evaluation"]
 
 
-# ---- all of it
+# ---- The whole plan
 
 
 def plan(request: PlanRequest, bar: tqdm) -> dict[str, Any]:
-    """Print the plan; returns what goes into the JSON file. Raises UsageError or DataError."""
+    """Print the plan; return the content of the JSON file. Raises UsageError or DataError."""
     args, settings, table, record = request.args, list[Candidate](), list[Candidate](), None
     if (
         request.memory_budget.total_bytes is None
@@ -288,12 +298,12 @@ def as_json(
     run: dict[str, Any],
     record: StepRecord | None,
 ) -> dict[str, Any]:
-    """The JSON file, but for its first lines; all sizes in bytes."""
+    """Return the content of the JSON file but for its first lines; all sizes are in bytes."""
     args, table = request.args, table or policy_table(request)
     taken = recommend(table)
     shape = args.batch_size, args.seq_len, request.precision
     moments = args.optimizer, getattr(torch, args.moments_dtype)
-    config = (taken or min(table, key=lambda way: way.step.peak)).step.config
+    config = (taken or min(table, key=lambda candidate: candidate.step.peak)).step.config
     return {
         "config": asdict(request.config),
         "batch_size": args.batch_size,
@@ -310,12 +320,16 @@ def as_json(
         "optimizer": args.optimizer,
         "moments_dtype": args.moments_dtype,
         "closed_form": closed_form(config, *shape, *moments),
-        "rows": [way.as_json(args) for way in table],
+        "rows": [candidate.as_json(args) for candidate in table],
         "if_out_of_memory": [
-            {"policy": way.name, "peak_bytes": way.step.peak, "seconds": way.seconds}
-            for way in if_memory_runs_out(settings[0] if settings else taken)
+            {
+                "policy": candidate.name,
+                "peak_bytes": candidate.step.peak,
+                "seconds": candidate.seconds,
+            }
+            for candidate in if_memory_runs_out(settings[0] if settings else taken)
         ],
-        "all_knobs": [way.as_json(args) for way in settings],
+        "all_knobs": [candidate.as_json(args) for candidate in settings],
         "alive_at_peak": record and plan_table.at_peak(record),
         "alive_at_peak_of": record and record.step.config.recompute,
     }
@@ -323,7 +337,7 @@ def as_json(
 
 @cli_main
 def main(argv: list[str]) -> None:
-    request, seconds = parse_request(argv)  # --help and errors want no bar yet
+    request, seconds = parse_request(argv)  # before the bar: --help and errors have none
     with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
         bar.write(describe_target(request, seconds) + "\n")
         result = plan(replace(request, on_simulate=bar.update), bar)
@@ -331,5 +345,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    gc.set_threshold(1_000_000)  # a planned step makes no garbage: to look for it only takes time
+    gc.set_threshold(1_000_000)  # a simulated step makes no garbage, and looking for it takes time
     sys.exit(main())

@@ -1,9 +1,9 @@
-"""The ways to run a step that scripts/plan_memory.py compares: what each takes, and what it costs.
+"""The candidates that scripts/plan_memory.py compares: ways to run a step, their memory and cost.
 
-Three searches find them: the table of policies, the longest sequence (`longest_sequence`), the
-fastest micro-batch (`search_settings`). `--at-peak` lists what is alive at a peak, by name: some
-hundred tensors, but blocks are alike, so that they make a few dozen groups (`group_of` in
-planner/record.py), and the largest nine of them are nearly all of it.
+Three searches find them: the table of policies (`policy_table`), the longest sequence
+(`longest_sequence`) and the fastest micro-batch (`search_settings`). `--at-peak` lists by name what
+is alive at a peak. That is some hundred tensors. But blocks are equal, so the tensors make a few
+dozen groups (`group_of` in planner/record.py), and the largest nine groups are nearly everything.
 """
 
 import argparse
@@ -28,26 +28,26 @@ from trainer.plan import AFTER_RESTART, PlanRequest, next_policy
 
 OFFLOADED = "full+offload"
 STEP = 64  # tokens; lengths are multiples of it
-TRIES = 6  # lengths, found by lines; then by halves
-SETTINGS = 5  # shown of --all-knobs
-LINES = 10  # of the list of what is alive
+TRIES = 6  # lengths tried along a straight line, before bisection
+SETTINGS = 5  # rows that --all-knobs prints
+LINES = 10  # lines that --at-peak prints
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run what was asked for, with the step that is simulated for it."""
+    """One way to run a request, with the step that is simulated for it."""
 
-    request: PlanRequest  # its flags ask for this way
+    request: PlanRequest  # its flags select this candidate
     step: StepMemory
-    seconds: float | None  # of a training step, all its micro-batches; None: no card
+    seconds: float | None  # of a training step with all micro-batches; None: no card
     tokens_per_s: float | None  # of all processes
-    fits: bool | None  # without a margin; None: unknown
-    fits_safely: bool  # and leaves the margin
+    fits: bool | None  # in the whole budget; None: unknown
+    fits_safely: bool  # in the budget less the margin
     longest: int | None = None  # tokens of the longest sequence that fits; None: not asked
 
     @property
     def name(self) -> str:
-        """The policy."""
+        """The policy string."""
         return self.step.config.recompute
 
     @property
@@ -56,35 +56,37 @@ class Candidate:
 
     @property
     def largest_batch(self) -> int | None:
-        """Sequences that fit with the margin; None: unknown. (It takes some more simulations.)"""
+        """Sequences of the largest batch that fits with the margin; None: unknown. (This simulates
+        some more steps.)"""
         return (
             None if self.request.memory_budget.total_bytes is None else self.request.largest_batch
         )
 
     @property
     def replayed(self) -> float:
-        """FLOPs done twice, in units of what the step needs."""
+        """FLOPs done twice, in units of the FLOPs that the step needs."""
         args = self.request.args
         return relative_flops(self.step.config, args.seq_len, args.compile) - 1
 
     @property
     def cost(self) -> tuple[float, float]:
-        """Smaller is better: time, then memory; without a card FLOPs done twice."""
+        """Sort key; smaller is better. Seconds, then peak bytes; without a card
+        `recompute_cost`."""
         if self.seconds is None:
             return recompute_cost(self.step.config, self.step.seq_len)
         return self.seconds, self.step.peak
 
     def changes(self, args: argparse.Namespace) -> dict[str, Any]:
-        """Flags to type instead of those in `args`. (Positions follow --seq-len by themselves,
-        unless a model by name has its own.)"""
-        own = vars(self.request.args)
+        """Return the flags to type instead of those in `args`. (Positions follow --seq-len by
+        themselves, unless --model sets them.)"""
+        wanted = vars(self.request.args)
         names = ["batch_size", "grad_accum_steps", "seq_len", "mlp_chunks"]
         names += ["max_position_embeddings"] * bool(args.model)
-        found = {name: own[name] for name in names if own[name] != getattr(args, name)}
-        return found | {"use_activation_checkpoint": self.name}
+        changed = {name: wanted[name] for name in names if wanted[name] != getattr(args, name)}
+        return changed | {"use_activation_checkpoint": self.name}
 
     def as_json(self, args: argparse.Namespace) -> dict[str, Any]:
-        """A row of the JSON file; `flags` are to be typed instead of those in `args`."""
+        """Return a row of the JSON file. Its `flags` are to be typed instead of those in `args`."""
         step = self.step
         return {
             "name": self.name,
@@ -112,24 +114,25 @@ class Candidate:
 def candidate_of(request: PlanRequest, **flags: Any) -> Candidate:
     """Simulate the step that the request's flags ask for, with these changes."""
     request = request.with_args(with_flags(request.args, **flags))
-    step, room, seconds, speed, fits = request.step, request.memory_budget, None, None, None
+    step, budget, seconds, speed, fits = request.step, request.memory_budget, None, None, None
     if request.card:
         seconds, speed = request.seconds(step), request.tokens_per_s(step)
-    if room.total_bytes is not None:
-        fits = step.peak <= room.total_bytes and step.host_bytes <= (
-            room.host_usable_bytes or math.inf
+    if budget.total_bytes is not None:
+        fits = step.peak <= budget.total_bytes and step.host_bytes <= (
+            budget.host_usable_bytes or math.inf
         )
     return Candidate(
         request, step, seconds, speed, fits, bool(fits) and step.peak <= request.usable_bytes
     )
 
 
-# ---- the table
+# ---- The table
 
 
 def policy_table(request: PlanRequest) -> list[Candidate]:
-    """Every policy, and the cheapest that fits (a row of its own if it is a mix); for long
-    sequences nested groups and lengths as well."""
+    """Return a candidate for every policy. The cheapest one that fits has a row of its own if it is
+    a mix. With --longest-sequence there are nested groups, too, and each candidate has its longest
+    sequence."""
     names, taken = [*uniform_steps(request.planner), OFFLOADED], request.pick_recompute().config
     if request.args.longest_sequence:
         names[-1:-1] = nested_policies(request.args.n_layers)
@@ -137,82 +140,102 @@ def policy_table(request: PlanRequest) -> list[Candidate]:
         plan = recompute_plan(taken)
         before = OFFLOADED if plan.nested else plan.policies[0]
         names.insert(names.index(before), taken.recompute)
-    ways = [candidate_of(request, use_activation_checkpoint=name) for name in names]
+    candidates = [candidate_of(request, use_activation_checkpoint=name) for name in names]
     if request.args.longest_sequence:
-        ways = [replace(way, longest=longest_sequence(way.request)) for way in ways]
-    return ways
+        candidates = [
+            replace(candidate, longest=longest_sequence(candidate.request))
+            for candidate in candidates
+        ]
+    return candidates
 
 
 def recommend(ways: list[Candidate]) -> Candidate | None:
-    """The cheapest that fits and leaves a margin. Offload, whose copies no clock tells, is last."""
-    safe = [way for way in ways if way.fits_safely]
-    return min(safe, key=lambda way: (way.offloaded, way.cost), default=None)
+    """Return the cheapest candidate that fits with the margin; None if none does. Offloaded ones
+    are last, because no clock predicts their copies."""
+    safe = [candidate for candidate in ways if candidate.fits_safely]
+    return min(safe, key=lambda candidate: (candidate.offloaded, candidate.cost), default=None)
 
 
-def format_table(ways: list[Candidate], taken: Candidate | None) -> str:
-    """Aligned columns; `taken` is marked."""
+def format_table(candidates: list[Candidate], taken: Candidate | None) -> str:
+    """Return the candidates in aligned columns; `taken` is marked."""
     fits = {True: "tight", False: "no", None: "?"}
     lines = []
-    for way in ways:
-        step, largest = way.step, way.largest_batch
-        line = {" <": ">" * (way is taken), "policy<": way.name, "peak>": format_bytes(step.peak)}
-        if way.seconds:
-            line |= estimates(way, ways[0])
+    for candidate in candidates:
+        step, largest = candidate.step, candidate.largest_batch
+        line = {
+            " <": ">" * (candidate is taken),
+            "policy<": candidate.name,
+            "peak>": format_bytes(step.peak),
+        }
+        if candidate.seconds:
+            line |= estimates(candidate, candidates[0])
         else:
             line |= {
                 "where<": step.peak_location,
                 "kept a block>": format_bytes(step.kept_per_block),
-                "FLOPs twice>": f"{way.replayed:.1%}",
+                "FLOPs twice>": f"{candidate.replayed:.1%}",
             }
-        line["fits<"] = "yes" if way.fits_safely else fits[way.fits]
+        line["fits<"] = "yes" if candidate.fits_safely else fits[candidate.fits]
         line["up to a batch of>"] = "?" if largest is None else f"{largest:,}"
-        if way.longest is not None:
-            line["longest sequence>"] = f"{way.longest:,}"
+        if candidate.longest is not None:
+            line["longest sequence>"] = f"{candidate.longest:,}"
         lines.append(line)
     return align(lines)
 
 
-def estimates(way: Candidate, first: Candidate) -> dict[str, str]:
-    """Cells of a table with times, shown as estimates: that of the first row, and what the others
-    are more. Of offloaded ways the clock knows all but the copies."""
-    time, speed = way.seconds or 0, digits(3, way.tokens_per_s or 0)
+def estimates(candidate: Candidate, first: Candidate) -> dict[str, str]:
+    """Return the cells with times, marked as estimates: the time of the first row, and how much
+    more the others take. The clock does not know the copies of offload, so it shows bounds for
+    offloaded candidates."""
+    time, speed = candidate.seconds or 0, digits(3, candidate.tokens_per_s or 0)
     more = f"{time / (first.seconds or 1) - 1:+.0%}"
-    if way.offloaded:
+    if candidate.offloaded:
         return {"time>": f"> {more}", "tokens/s>": f"<{speed}"}
-    return {"time>": f"~{format_time(time)}" if way is first else more, "tokens/s>": f"~{speed}"}
+    return {
+        "time>": f"~{format_time(time)}" if candidate is first else more,
+        "tokens/s>": f"~{speed}",
+    }
 
 
-def describe_host(way: Candidate) -> str:
-    """CPU memory that an offloaded way takes beside the GPUs; "": none."""
-    processes, host = way.request.processes, way.step.host_bytes
-    if way.request.device.type == "cpu" or not host:
+def describe_host(candidate: Candidate) -> str:
+    """Describe the CPU memory that an offloaded candidate pins besides GPU memory; "": none."""
+    processes, host = candidate.request.processes, candidate.step.host_bytes
+    if candidate.request.device.type == "cpu" or not host:
         return ""
     several = f" in {processes} processes" * (processes > 1)
     return f"offload  pins {format_bytes(processes * host)} of CPU memory{several}"
 
 
-def if_memory_runs_out(way: Candidate | None) -> Iterator[Candidate]:
-    """Yield the ways that a run takes after `way`: each when memory has run out with the one before
-    it. (With shards torchrun starts it again: --max-restarts.)"""
-    if way and way.longest is None and way.request.args.on_out_of_memory == "deeper":
-        request, share = way.request, AFTER_RESTART if way.request.shard_degree > 1 else 1
-        while step := next_policy(request, way.name, share=share):
-            way = candidate_of(request, use_activation_checkpoint=step.config.recompute)
-            yield way
+def if_memory_runs_out(candidate: Candidate | None) -> Iterator[Candidate]:
+    """Yield the candidates that a run takes after `candidate`, each when memory has run out with
+    the one before. (With shards torchrun starts the run again: --max-restarts.)"""
+    if (
+        candidate
+        and candidate.longest is None
+        and candidate.request.args.on_out_of_memory == "deeper"
+    ):
+        request, share = (
+            candidate.request,
+            AFTER_RESTART if candidate.request.shard_degree > 1 else 1,
+        )
+        while step := next_policy(request, candidate.name, share=share):
+            candidate = candidate_of(request, use_activation_checkpoint=step.config.recompute)
+            yield candidate
 
 
-# ---- the longest sequence
+# ---- The longest sequence
 
 
 def with_length(args: argparse.Namespace, seq_len: int) -> argparse.Namespace:
-    """Flags for sequences of that length; positions grow with it, unless they were typed."""
+    """Return flags for sequences of `seq_len` tokens. Positions grow with it, unless they were
+    typed."""
     follows = "max_position_embeddings" not in args.typed and args.model is None
     positions = 0 if follows else args.max_position_embeddings
     return with_flags(args, seq_len=seq_len, max_position_embeddings=max(seq_len, positions))
 
 
 def longest_sequence(request: PlanRequest) -> int:
-    """Tokens of the longest sequence that fits and leaves the margin; 0: none does."""
+    """Return the tokens of the longest sequence that fits with the margin; 0: none does."""
     args = request.args
 
     def peak(n: int) -> int:
@@ -220,40 +243,42 @@ def longest_sequence(request: PlanRequest) -> int:
 
     if request.state_bytes > request.usable_bytes:
         return 0
-    # Where attention is fused, tokens take as much in one sequence as in another.
+    # With fused attention, memory depends on the number of tokens alone: guess by the batch.
     guess = request.largest_batch * args.seq_len // (args.batch_size * STEP)
     typed = "max_position_embeddings" in args.typed
-    most = (args.max_position_embeddings if typed else MAX_COUNT) // STEP
-    return STEP * most_that_fit(peak, request.state_bytes, request.usable_bytes, guess, most)
+    max_n = (args.max_position_embeddings if typed else MAX_COUNT) // STEP
+    return STEP * most_that_fit(peak, request.state_bytes, request.usable_bytes, guess, max_n)
 
 
 def most_that_fit(
     peak: Callable[[int], int], nothing: int, budget: int, guess: int, most: int
 ) -> int:
-    """The largest n in 0..most with peak(n) within the budget, which is at least peak(0) =
-    `nothing`. The peak grows with n, nearly along a line, so few of them need to be known."""
+    """Return the largest n in 0 .. most with peak(n) <= budget. `nothing` is peak(0), and fits.
+
+    The peak grows with n, nearly along a straight line, so only a few n need to be simulated.
+    """
     low, high, tries = 0, most + 1, 0
     while high - low > 1:
         n = min(max(guess, low + 1), high - 1)
-        found = peak(n)
-        low, high = (n, high) if found <= budget else (low, n)
-        guess = n * (budget - nothing) // max(found - nothing, 1)
+        peak_bytes = peak(n)
+        low, high = (n, high) if peak_bytes <= budget else (low, n)
+        guess = n * (budget - nothing) // max(peak_bytes - nothing, 1)
         tries += 1
-        if tries >= TRIES:  # it is no line
+        if tries >= TRIES:  # the peak is not linear
             guess = (low + high) // 2 if high <= most else 2 * low
     return low
 
 
-# ---- all knobs
+# ---- All knobs
 
 
 def search_settings(request: PlanRequest) -> list[Candidate]:
-    """The fastest policy for each micro-batch into which the sequences of a step can be dealt out,
-    the fastest first; none if none fits. (They are the same training: as many sequences a step, and
-    policies change no result.)"""
-    asked = request.args.batch_size
-    sequences = asked * request.args.grad_accum_steps
-    found: list[Candidate] = []
+    """Return the fastest candidate for each micro-batch size that divides the sequences of a step,
+    the fastest first; empty if none fits. (All of them are the same training: a step has the same
+    sequences, and policies change no result.)"""
+    typed_size = request.args.batch_size
+    sequences = typed_size * request.args.grad_accum_steps
+    candidates: list[Candidate] = []
     for size in range(1, sequences + 1):
         if sequences % size:
             continue
@@ -261,38 +286,41 @@ def search_settings(request: PlanRequest) -> list[Candidate]:
         step = request.with_args(with_flags(request.args, **parts)).pick_recompute()
         if step.peak > request.usable_bytes:
             break
-        found.append(
+        candidates.append(
             candidate_of(request, **parts, use_activation_checkpoint=step.config.recompute)
         )
-        # From some size on all are slower: they replay more.
-        if size >= asked and found[-1].cost > min(way.cost for way in found):
+        # From this size on all are slower, because they replay more.
+        if size >= typed_size and candidates[-1].cost > min(
+            candidate.cost for candidate in candidates
+        ):
             break
-    return sorted(found, key=lambda way: way.cost)
+    return sorted(candidates, key=lambda candidate: candidate.cost)
 
 
 def format_settings(settings: list[Candidate]) -> str:
-    """The best few, the first one marked."""
+    """Return the best few candidates in aligned columns, the first one marked."""
     lines = [
         {
-            " <": ">" * (way is settings[0]),
+            " <": ">" * (candidate is settings[0]),
             "a step is<": "{grad_accum_steps} x {batch_size} x {seq_len:,} tokens".format_map(
-                vars(way.request.args)
+                vars(candidate.request.args)
             ),
-            "policy<": way.name,
-            "peak>": format_bytes(way.step.peak),
-            "time>": f"~{format_time(way.seconds or 0)}",
-            "tokens/s>": f"~{digits(3, way.tokens_per_s or 0)}",
+            "policy<": candidate.name,
+            "peak>": format_bytes(candidate.step.peak),
+            "time>": f"~{format_time(candidate.seconds or 0)}",
+            "tokens/s>": f"~{digits(3, candidate.tokens_per_s or 0)}",
         }
-        for way in settings[:SETTINGS]
+        for candidate in settings[:SETTINGS]
     ]
     return align(lines)
 
 
-# ---- what is alive at the peak
+# ---- The storages alive at the peak
 
 
 def record_step(request: PlanRequest, taken: Candidate | None) -> StepRecord:
-    """The step with the policy that was typed, else the recommended one, else without recompute."""
+    """Return the record of the step with the typed policy, else the recommended one, else without
+    recompute."""
     policy = request.args.typed_policy
     if policy is None and taken:
         request, policy = taken.request, taken.name
@@ -300,19 +328,21 @@ def record_step(request: PlanRequest, taken: Candidate | None) -> StepRecord:
 
 
 def at_peak(record: StepRecord) -> list[dict[str, Any]]:
-    """Groups, as the JSON file has them, the largest first. Their bytes are the peak, exactly."""
-    found = defaultdict[tuple[str, str], list[Storage]](list)
+    """Return the groups alive at the peak, as the JSON file has them, the largest first. The sum of
+    their bytes is exactly the peak."""
+    by_group = defaultdict[tuple[str, str], list[Storage]](list)
     for storage in record.at_peak:
-        found[group_of(storage)].append(storage)
-    groups = [describe(name, storages) for (name, _), storages in found.items()]
+        by_group[group_of(storage)].append(storage)
+    groups = [describe(name, storages) for (name, _), storages in by_group.items()]
     return sorted(groups, key=lambda group: -group["bytes"])
 
 
 def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
-    """Describe storages that are equal but for their block, or all weights, say; at least one."""
+    """Describe storages that are equal except for their block, or, say, all weights; at least
+    one."""
     first, n = storages[0], len(storages)
     equal = len({(storage.shape, storage.dtype) for storage in storages}) == 1
-    # The line where most of them were made; all weights, say, have none.
+    # The line that made most of them. A group of all weights, say, has none.
     line = "" if n > 1 and first.kind in ALIKE else mode(storage.line for storage in storages)
     return {
         "name": first.name if n == 1 else name,
@@ -328,7 +358,8 @@ def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
 
 
 def in_words(group: dict[str, Any]) -> tuple[str, str, str, str]:
-    """("12 x blocks.*.mlp.c_fc: output", "12288x3072 bf16", line, why)"""
+    """Return the cells of a group: ("12 x blocks.*.mlp.c_fc: output", "12288x3072 bf16", line,
+    why)."""
     times = f"{group['count']} x " * (group["count"] > 1)
     shape = ""
     if group["dtype"]:
@@ -338,7 +369,8 @@ def in_words(group: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def format_peak(record: StepRecord) -> str:
-    """Groups of storages alive at the peak, in ten lines under one that says where it is."""
+    """Return the groups alive at the peak, in at most ten lines below a title with the peak's
+    place."""
     groups, peak = at_peak(record), record.step.peak
     shown = groups if len(groups) <= LINES else groups[: LINES - 1]
     rows = [(group["bytes"], *in_words(group)) for group in shown]
@@ -352,12 +384,12 @@ def format_peak(record: StepRecord) -> str:
     return f"{title}, {record.step.peak_location}\n\n{table}"
 
 
-# ---- words
+# ---- Formatting
 
 
 def align(lines: list[dict[str, str]]) -> str:
-    """Cells by the names of their columns, below these. A name ends in "<" or ">": its column is
-    flush left, or right."""
+    """Return lines (column name -> cell) as a table with a header. A column whose name ends in "<"
+    is flush left, in ">" flush right."""
     columns = []
     for name in lines[0]:
         cells = [name[:-1], *(line[name] for line in lines)]
@@ -367,13 +399,14 @@ def align(lines: list[dict[str, str]]) -> str:
 
 
 def digits(n: int, x: float) -> str:
-    """Rounded to n digits: "54", "6.1", "358,000"."""
+    """Round to n digits: "54", "6.1", "358,000"."""
     rounded = float(f"{x:.{n - 1}e}")
     return f"{rounded:,.{max(0, n - 1 - math.floor(math.log10(rounded)))}f}"
 
 
 def format_time(seconds: float) -> str:
-    """ "54 ms", "1.2 s", "25 min", "17 h", "5.2 days": as exact as an estimate is"""
+    """Return a time in two digits, as exact as an estimate is: "54 ms", "1.2 s", "25 min", "17 h",
+    "5.2 days"."""
     units = ((0.001, "ms", 1000), (1, "s", 90), (60, "min", 90), (3600, "h", 100))
     found = (unit for unit in units if seconds < unit[0] * unit[2])
     size, name, _ = next(found, (86400, "days", None))

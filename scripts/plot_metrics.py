@@ -3,10 +3,10 @@
 python -m scripts.plot_metrics checkpoints/*.metrics.jsonl                      # out/metrics.png
 python -m scripts.plot_metrics a.metrics.jsonl b.metrics.jsonl --out curves.svg
 
-Single log lines are noisy: of a long run they are a thin line, and the thick one over it is their
-average over a twentieth of the run (--smooth 1: none). Vertical lines mark where a run was resumed
-(dotted), or where memory ran out and it went on with another recompute policy. The legend has each
-run's peak memory. Needs matplotlib: pip install matplotlib
+Single log lines are noisy. In a long run they are a thin line, and the thick line over it is their
+average over a twentieth of the run (--smooth 1: no thick line). Vertical lines mark where a run was
+resumed (dotted), or where memory ran out and the run went on with another recompute policy. The
+legend shows each run's peak memory. Needs matplotlib: pip install matplotlib
 """
 
 import os
@@ -36,14 +36,14 @@ Runs = dict[str, Records]  # by name
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 LINES = ["-", "-.", ":"]  # of the first seven runs, the next seven, ...
 LONG = 30  # log lines; shorter runs are not smoothed
-PANELS = {  # title -> keys of the records: of training, of validation
+PANELS = {  # title -> keys of the records for training and for validation
     "Loss in nats per token (dashed: validation)": ("train_loss", "val_loss"),
     "Speed in tokens per second": ("tokens_per_s", ""),
 }
 
 
 def load(paths: list[Path]) -> Runs:
-    """Raises UsageError for a file that holds no records."""
+    """Read the records of each run. Raises UsageError for a file that holds no records."""
     runs: Runs = {}
     for path in paths:
         records = [r for r in read_metrics(path) if isinstance(r.get("step"), int)]
@@ -55,13 +55,13 @@ def load(paths: list[Path]) -> Runs:
 
 
 def points(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, values) of the records in which that key is a number."""
+    """Return (steps, values), each (n,), of the records in which `key` is a finite number."""
     known = [r for r in records if isinstance(r.get(key), int | float) and math.isfinite(r[key])]
     return np.array([r["step"] for r in known]), np.array([r[key] for r in known], dtype=float)
 
 
 def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
-    """A panel for each of PANELS, a colour for each run; below them the legend."""
+    """Draw a panel for each of PANELS, with a colour for each run, and the legend below them."""
     figure, axes = plt.subplots(len(PANELS), 1, sharex=True, figsize=(WIDTH, 5))
     for axis, (title, keys) in zip(axes, PANELS.items(), strict=True):
         axis.set_title(title)
@@ -81,7 +81,7 @@ def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
 
 
 def label_of(name: str, records: Records) -> str:
-    """ "minigpt_single: peak 3.2 GiB (cuda)" """
+    """Return the legend's text of a run: "minigpt_single: peak 3.2 GiB (cuda)"."""
     peaks = points(records, "peak_memory_bytes")[1]
     if not len(peaks):
         return name
@@ -97,7 +97,7 @@ def draw_run(
     look: dict[str, Any],
     label: str,
 ) -> None:
-    """One run in one panel."""
+    """Draw one run in one panel."""
     steps, values = points(records, training)
     window = min(smooth or (len(steps) // 20 if len(steps) >= LONG else 1), len(steps))
     if window > 1:
@@ -118,7 +118,7 @@ def draw_run(
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Raises UsageError."""
+    """Parse the flags. Raises UsageError."""
     parser = OneLineParser(prog="python -m scripts.plot_metrics", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument

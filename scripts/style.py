@@ -1,7 +1,7 @@
-"""The look of all pictures and of the page: colours, units, words; and what they all are of, which
-files of numbers tell as well (`about`).
+"""The look of all pictures and of the page: colours, units, labels. `about`: the command, device,
+torch and date that stand next to figures and in JSON files.
 
-matplotlib is imported by load_pyplot alone: where it is missing, that is one line and no traceback.
+Only load_pyplot imports matplotlib. If it is missing, the error is one line, not a traceback.
 """
 
 import json
@@ -21,14 +21,14 @@ from planner.formulas import count_parameters, flops_per_token
 from trainer.flags import UsageError
 from trainer.plan import PlanRequest
 
-# As pictures and the page name them -> what `Planner.step` is told.
+# Name of a policy in pictures and on the page -> arguments of `Planner.step`.
 POLICIES: dict[str, dict[str, Any]] = {
-    "plain": {"recompute": "none", "loss_chunks": 1},  # what every tutorial does
-    **{rung: {"recompute": rung} for rung in UNIFORM_POLICIES},
+    "plain": {"recompute": "none", "loss_chunks": 1},  # as in most tutorials
+    **{policy: {"recompute": policy} for policy in UNIFORM_POLICIES},
 }
-# Bottom up, what is always there first: the same order everywhere. Okabe and Ito's hues, cold ones
-# for the training state; some lighter or darker, for as they are a colour-blind reader takes the
-# head for temporaries, and recomputed for activations.
+# The same order everywhere: from the bottom up, first the memory that is always there. The hues are
+# Okabe and Ito's, cold ones for the training state. Some are lighter or darker than theirs: else a
+# colour-blind reader takes the head for temporaries, and recomputed for activations.
 COLORS = {
     "parameters": "#0072B2",
     "optimizer": "#56B4E9",
@@ -38,7 +38,7 @@ COLORS = {
     "head": "#C66A9C",
     "temporaries": "#C4C4C4",
 }
-LEGEND = {  # what a kind is called: and what it is
+LEGEND = {  # kind -> "name: meaning"
     "parameters": "parameters",
     "optimizer": "moments: the optimizer's",
     "gradients": "gradients",
@@ -47,29 +47,30 @@ LEGEND = {  # what a kind is called: and what it is
     "head": "head: logits, loss",
     "temporaries": "temporaries: soon gone",
 }
-# Pages show a picture some 830 pixels wide, whatever its own width. SMALL at this WIDTH is then
-# 16 pixels high, as the text around it is. Both in their usual units: inches, points.
+# Web pages show a picture about 830 pixels wide, whatever its own width. With this WIDTH (inches),
+# text of SMALL (points) is then 16 pixels high, like the text around the picture.
 WIDTH, SMALL = 6.4, 9
 
 
-def describe(asked: PlanRequest, batch: str = "") -> str:
-    """ "124M parameters, batch of 8 x 1,024 tokens, bfloat16 on a GPU" """
-    millions = count_parameters(asked.config) / 1e6
-    batch = batch or f"batch of {asked.args.batch_size} x "
+def describe(request: PlanRequest, batch: str = "") -> str:
+    """Describe a planned step: "124M parameters, batch of 8 x 1,024 tokens, bfloat16 on a GPU"."""
+    millions = count_parameters(request.config) / 1e6
+    batch = batch or f"batch of {request.args.batch_size} x "
     size = f"{millions:,.{0 if millions > 10 else 2}f}M parameters"
-    precision = str(asked.precision).removeprefix("torch.")
-    device = f"{precision} on a {'CPU' if asked.device.type == 'cpu' else 'GPU'}"
-    return f"{size}, {batch}{asked.args.seq_len:,} tokens, {device}"
+    precision = str(request.precision).removeprefix("torch.")
+    device = f"{precision} on a {'CPU' if request.device.type == 'cpu' else 'GPU'}"
+    return f"{size}, {batch}{request.args.seq_len:,} tokens, {device}"
 
 
 def relative_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> float:
-    """Of a step's matrix products, in units of those without recompute."""
+    """Return the FLOPs of a step's matrix products, in units of those without recompute."""
     needed, replayed = flops_per_token(config, seq_len, compiled)
     return (needed + replayed) / needed
 
 
 def load_pyplot(program: str) -> Any:
-    """matplotlib.pyplot in our style, drawing into files. Raises UsageError where it is missing."""
+    """Return matplotlib.pyplot in our style, for drawing into files. Raises UsageError if it is
+    missing."""
     try:
         import matplotlib
     except ImportError:
@@ -77,7 +78,7 @@ def load_pyplot(program: str) -> Any:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    plt.rcdefaults()  # not the style that the reader may have at home
+    plt.rcdefaults()  # not the user's own style
     style: Any = {"figure.constrained_layout.use": True, "figure.titlesize": 10, "savefig.dpi": 150}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "minigpt"}
     style |= {"axes.titlelocation": "left", "axes.titlesize": 9.5, "font.size": SMALL}
@@ -86,17 +87,17 @@ def load_pyplot(program: str) -> Any:
 
 
 def save_picture(figure: Any, file: Path, about: Mapping[str, str] | None = None) -> None:
-    """A PNG carries `about` in its metadata, and the same numbers make the same file (matplotlib's
-    own name is left out). Raises UsageError that names --out."""
+    """Write the picture. A PNG carries `about` in its metadata. matplotlib's own name is left out,
+    so the same numbers make the same file. Raises UsageError that names --out."""
     metadata = {"Software": None, **(about or {})} if file.suffix == ".png" else None
     try:
-        file.parent.mkdir(exist_ok=True)  # (for the default)
+        file.parent.mkdir(exist_ok=True)  # (the default's folder)
         figure.savefig(file, metadata=metadata)
-    except (OSError, ValueError) as error:  # ValueError: an ending that is no picture format
+    except (OSError, ValueError) as error:  # ValueError: the suffix is no picture format
         raise UsageError(f"--out {file}: {error}") from None
 
 
-# ---- what stands beside figures
+# ---- Metadata of figures
 
 
 def describe_device(device: torch.device) -> str:
@@ -109,7 +110,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def about(module: str, argv: list[str], device: torch.device | None = None) -> dict[str, Any]:
-    """What has to stand beside a figure; the device only where it matters."""
+    """Return the metadata of a figure; the device only if it matters."""
     command = {"command": shlex.join(["python", "-m", module, *argv])}
     hardware = {"device": describe_device(device)} if device else {}
     return command | hardware | {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
@@ -120,6 +121,6 @@ def describe_about(about: dict[str, Any]) -> str:
 
 
 def write_json(file: Path | None, numbers: dict[str, Any]) -> None:
-    """If a file was asked for."""
+    """Write the numbers to `file`; None: write nothing."""
     if file:
         file.write_text(json.dumps(numbers, indent=1) + "\n")
