@@ -1,4 +1,4 @@
-"""What makes the numbers and pictures of our documents: `python -m studies.NAME`.
+"""Make the numbers and pictures of our documents: `python -m studies.NAME`.
 
 command            the question that it answers                                    takes
 tables             which policy costs what, which card trains what, what is long?  15 minutes
@@ -6,7 +6,7 @@ block_picture      what does each policy keep of a block? (a picture)           
 gpu                what does this project do on a GPU?                             an hour
 calculator_tables  which shapes and cards does docs/calculator.js know?            a second
 
-README.md has the command of each file in results/, and how those were made that have no study here.
+README.md has the command of each file in results/, also of files that no study here makes.
 """
 
-import scripts  # noqa: F401  (what a user may do to any tool at any time: Ctrl-C, `| head`)
+import scripts  # noqa: F401  (it handles Ctrl-C and `| head`)

@@ -1,11 +1,11 @@
-"""One transformer block, tensor by tensor: what each policy keeps, replays, and does without.
+"""One transformer block, tensor by tensor: kept, replayed or not needed, under each policy.
 
 python -m studies.block_picture                 # as a table
 python -m studies.block_picture --out FILE      # and as a picture: needs matplotlib
 
-Nothing of it is written down here but the names of the tensors: the planner simulates a step with
-each policy, and what the block still holds when backward begins is kept, and what it makes once
-more in backward is replayed. The block is GPT-2 small's, in bfloat16 autocast without dropout.
+This file states only the names of the tensors. The planner simulates a step with each policy.
+Tensors that the block still holds when backward begins are kept. Tensors that it makes again in
+backward are replayed. The block is GPT-2 small's, in bfloat16 autocast without dropout.
 """
 
 import re
@@ -26,11 +26,10 @@ from trainer.flags import output_file
 BATCH_SIZE, SEQ_LEN = 2, 1024
 FLAGS = f"--model gpt2 --batch-size {BATCH_SIZE} --dropout 0 --device cpu --amp-dtype bfloat16"
 BTC = BATCH_SIZE * SEQ_LEN * 768  # bytes of a (B, T, C) tensor with one byte each
-BLOCK = 1  # of twelve: one that has a block on each side
-RESULT = "x + feed_forward"  # of the block before
-# What planner/record.py calls a block's tensors, its number left out -> what they are called here.
-# Under autocast a linear layer is handed LayerNorm's result as its own copy in bfloat16, so that is
-# what is kept.
+BLOCK = 1  # index of a block, of twelve, with a block on each side
+RESULT = "x + feed_forward"  # the input: the output of the block before
+# Name of a block's tensor in planner/record.py, without the block's number -> its name here. Under
+# autocast a linear layer gets its own bfloat16 copy of LayerNorm's result, so the copy is kept.
 NAMES = {
     RESULT: "x, the block's input",
     "ln_1: mean": "ln_1's mean, deviation",
@@ -51,54 +50,56 @@ NAMES = {
 
 
 class BlockTensor(NamedTuple):
-    """What a block makes of one kind, with one policy."""
+    """All tensors of one kind that a block makes, with one policy."""
 
     name: str
-    bytes: int  # of all of that kind
-    state: str  # as LOOKS has it
+    bytes: int  # of all tensors of this kind
+    state: str  # a key of LOOKS
 
 
 Blocks = dict[str, list[BlockTensor]]  # of each policy
 
 
 def name_of(storage: Storage) -> str | None:
-    """None: of another block, a copy of a weight, or something that no policy keeps."""
+    """Return the name here; None for a storage of another block, a copy of a weight, or a tensor
+    that no policy keeps."""
     name = re.sub(r"\bblocks\.\d+(\.|: )", "", storage.name)
     return NAMES.get(name) if storage.block == BLOCK - (name == RESULT) else None
 
 
 def look(policy: str) -> list[BlockTensor]:
-    """What one block makes in a training step with that policy, in the order of forward."""
+    """Return the tensors that one block makes in a training step with that policy, in the order of
+    forward."""
     record = plan(FLAGS).request.planner.record(BATCH_SIZE, recompute=policy)
     backward = record.step.phase("backward").start
     ours = [storage for storage in record.storages if name_of(storage)]
-    made = [storage for storage in ours if storage.phase != "backward"]
-    again = [storage for storage in ours if storage.replayed]
-    found = {  # what is true of a tensor; the last one that is, is said
-        ".": made,
-        "/": again,
-        "X": [s for s in again if s.operator == "addmm" or "attention" in s.operator],
-        "#": [storage for storage in made if storage.died > backward],
+    first = [storage for storage in ours if storage.phase != "backward"]
+    replayed = [storage for storage in ours if storage.replayed]
+    by_state = {  # state -> storages; if a tensor has several states, the last one counts
+        ".": first,
+        "/": replayed,
+        "X": [s for s in replayed if s.operator == "addmm" or "attention" in s.operator],
+        "#": [storage for storage in first if storage.died > backward],
     }
-    states = {name_of(storage): state for state, some in found.items() for storage in some}
+    states = {name_of(storage): state for state, some in by_state.items() for storage in some}
     sizes = Counter[str | None]()
-    for storage in made:
+    for storage in first:
         sizes[name_of(storage)] += storage.nbytes
     return [BlockTensor(str(name), sizes[name], state) for name, state in states.items()]
 
 
 def kept_btc(tensors: list[BlockTensor]) -> float:
-    """In BTC."""
+    """Return the BTC that the block keeps for backward."""
     return sum(tensor.bytes for tensor in tensors if tensor.state == "#") / BTC
 
 
 def step_cost(policy: str) -> float:
-    """FLOPs of a whole step of GPT-2 small, in units of the step without recompute."""
+    """Return the FLOPs of a whole step of GPT-2 small, in units of a step without recompute."""
     return relative_flops(replace(plan(FLAGS).request.config, recompute=policy), SEQ_LEN)
 
 
 def sums(blocks: Blocks) -> dict[str, list[str]]:
-    """What stands below a block."""
+    """Return the lines below the blocks: label -> a cell for each policy."""
     return {
         "kept of a block (BTC)": [f"{kept_btc(tensors):.1f}" for tensors in blocks.values()],
         "FLOPs of a step": [f"{step_cost(policy):.2f}" for policy in blocks],
@@ -106,7 +107,7 @@ def sums(blocks: Blocks) -> dict[str, list[str]]:
 
 
 ORANGE, RED, GREY = COLORS["activations"], COLORS["recomputed"], "#999999"
-LOOKS: dict[str, tuple[str, dict[str, str]]] = {  # state -> its words, how it is drawn
+LOOKS: dict[str, tuple[str, dict[str, str]]] = {  # state -> (its description, how it is drawn)
     "#": ("kept from forward to backward", {"facecolor": ORANGE, "edgecolor": ORANGE, "hatch": ""}),
     "/": ("replayed in backward: cheap", {"facecolor": "w", "edgecolor": RED, "hatch": "//"}),
     "X": (
@@ -115,11 +116,11 @@ LOOKS: dict[str, tuple[str, dict[str, str]]] = {  # state -> its words, how it i
     ),
     ".": ("neither: backward does without", {"facecolor": "w", "edgecolor": GREY, "hatch": ""}),
 }
-THIN = 0.9  # as high, in BTC, is drawn what is thinner: a name has to fit beside it
+THIN = 0.9  # BTC; thinner tensors are drawn as high as this, to fit their names
 
 
 def text_table(blocks: Blocks) -> str:
-    """The picture in letters. It is also what the picture carries with it, in its metadata."""
+    """Return the picture as text. The picture carries this text in its metadata."""
     rows = [
         [row[0].name, f"{row[0].bytes / BTC:.1g}", *(tensor.state for tensor in row)]
         for row in zip(*blocks.values(), strict=True)
@@ -130,7 +131,8 @@ def text_table(blocks: Blocks) -> str:
 
 
 def draw(plt: Any, blocks: Blocks) -> Any:
-    """A block a policy, side by side; heights are bytes. Forward goes down, backward up."""
+    """Draw one block per policy, side by side. Heights are bytes. Forward goes down, backward
+    up."""
     figure, axis = plt.subplots(figsize=(WIDTH, 7.6))
     columns, labels, top = range(len(blocks)), dict[float, str](), 0.0
     for row in zip(*blocks.values(), strict=True):

@@ -1,6 +1,6 @@
 """Write the tables of docs/calculator.js: python -m studies.calculator_tables
 
-They are those of this project: whoever changes one of them starts this once more.
+The tables copy constants of this project. Run this again when one of them has changed.
 """
 
 import json
@@ -17,7 +17,7 @@ BEGIN, END = "// ---- Tables", "// ---- What"
 
 
 def tables() -> str:
-    """The part of the script from BEGIN to END."""
+    """Return the part of the script from BEGIN to END."""
     constants = {
         "CHUNK": head.LOGITS_CHUNK_BYTES,
         "SLICE": head.SOFTMAX_SLICE_ELEMENTS,

@@ -1,4 +1,4 @@
-"""What studies share: a parser."""
+"""A parser for the studies."""
 
 import argparse
 
@@ -6,6 +6,6 @@ from trainer.flags import OneLineParser
 
 
 def study_parser(module: str, doc: str | None) -> OneLineParser:
-    """Its --help is the study's docstring."""
+    """Return a parser whose --help is the study's docstring."""
     raw = argparse.RawDescriptionHelpFormatter
     return OneLineParser(prog=f"python -m {module}", description=doc, formatter_class=raw)

@@ -1,4 +1,4 @@
-"""What this project does on a GPU, measured: each result is kept as it comes, in a file of lines.
+"""Measure this project on a GPU. Each result is written to a file of lines as soon as it exists.
 
     python -m studies.gpu                              # an hour at most
     python -m studies.gpu --only head
@@ -6,11 +6,11 @@
     python -m studies.gpu --peer                       # beside transformers' GPT-2
     python -m studies.gpu --dry-run                    # all of it tiny, on the CPU: does it run?
 
-A machine with a GPU may go at any moment. So a result is on the disk (OUT/gpu.jsonl) before the
-next measurement begins, and the tables (OUT/gpu.md) are made anew with each. The same command once
-more measures what is missing; what failed, or ended the process, comes last then.
+A machine with a GPU may be lost at any moment. So each result is on the disk (OUT/gpu.jsonl) before
+the next measurement begins, and each result updates the tables (OUT/gpu.md). Run the command again
+to measure what is missing. Measurements that failed, or ended the process, then come last.
 
-Whether what a GPU computes is right is asked by `python -m pytest -m gpu`.
+`python -m pytest -m gpu` tests that a GPU computes the right results.
 """
 
 import argparse
@@ -59,7 +59,7 @@ DRY = (
 )
 SETTINGS = "--grad-accum-steps 2", "--dropout 0.1", "--model gpt2-medium", "--model gpt2-xl"
 MIB = 2**20
-# What a row of the benchmark is called here, and in which unit
+# Column here -> key of a benchmark row, and its factor to the unit here
 COLUMNS = {
     "ms": ("step_s", 1000.0),
     "predicted ms": ("predicted_s", 1000.0),
@@ -73,7 +73,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Bench:
-    """Where it is measured, and how large. `dry`: everything small, on the CPU."""
+    """Device and sizes of the measurements. `dry`: everything small, on the CPU."""
 
     dry: bool = False
     peers: Mapping[str, ModelFactory] = field(default_factory=dict)  # other libraries' GPT-2
@@ -86,14 +86,15 @@ class Bench:
         return dry if self.dry else real
 
     def args(self, flags: str = "", policy: str = "none") -> argparse.Namespace:
-        """The benchmark's flags: GPT-2 small, or something tiny, and `flags` besides."""
+        """Return the benchmark's flags: GPT-2 small, or a tiny model, and `flags` in addition."""
         words = f"{self.pick(REAL, DRY)} --steps {self.pick(10, 2)} {flags}".split()
         args = benchmark.build_parser().parse_args(words)
         benchmark.check(args)
         return benchmark.with_policy(args, policy)
 
     def ask(self, args: argparse.Namespace) -> PlanRequest:
-        """The planner's question. A dry run takes any card's clock: it compares no times."""
+        """Make the planner's request. A dry run takes the clock of any card, because it compares no
+        times."""
         return benchmark.ask(with_flags(args, card=self.pick(None, "H100 PCIe")))
 
 
@@ -101,15 +102,15 @@ class Bench:
 
 
 def head(bench: Bench) -> Jobs:
-    """Forward and backward: by itself (0 chunks asked), in a fixed number of chunks, and as plain
-    cross-entropy (1)."""
+    """Measure forward and backward of the head: with the number of chunks that it chooses (0), with
+    a fixed number, and as plain cross-entropy (1)."""
     all_chunks = bench.pick((0, 4, 8, 16, 32, 99, 1), (0, 2, 1))  # (1 may not fit)
     for dtype, chunks in product((torch.bfloat16, torch.float16), all_chunks):
         yield f"{dtype}, {chunks} chunks", partial(time_head, bench, dtype, chunks)
 
 
 def time_head(bench: Bench, dtype: torch.dtype, chunks: int) -> Values:
-    """`MiB`: the most at a time, beside what is there before. (A CPU tells 0.)"""
+    """Measure the head. `MiB`: the peak, less the memory that is in use before. (0 on a CPU.)"""
     args, N = bench.args(), bench.pick(16 * 1024, 32)
     V, C, make = args.vocab_size, args.d_model, partial(torch.randn, device=bench.device)
     x, weight = make(1, N, C).requires_grad_(), (0.02 * make(V, C)).requires_grad_()
@@ -140,8 +141,8 @@ def time_head(bench: Bench, dtype: torch.dtype, chunks: int) -> Values:
 
 
 def steps(bench: Bench) -> Jobs:
-    """As `python -m scripts.benchmark` measures them, in turns: a clock that drifts hits all. Each
-    row: a policy, or a peer, and the flags."""
+    """Measure steps as `python -m scripts.benchmark` does, in turns, so that a drifting clock
+    affects all rows. A row: a policy or a peer, and the flags."""
     eager = bench.pick("--batch-size 16", "--batch-size 2")
     compiled = f"{eager} --compile"
     sizes = bench.pick(["--batch-size 2", eager], [eager])
@@ -157,7 +158,7 @@ def steps(bench: Bench) -> Jobs:
 
 
 def measure_step(bench: Bench, name: str, flags: str) -> Values:
-    """As the benchmark does, but in this process. Nothing is predicted of a peer."""
+    """Measure as the benchmark does, but in this process. There is no prediction for a peer."""
     peer = bench.peers.get(name)
     args = bench.args(flags, "none" if peer else name)
     row = benchmark.make_row(bench.ask(args), benchmark.measure(args, peer or MiniGPT))
@@ -176,8 +177,8 @@ class Transformers(nn.Module):
         self.gpt2 = library.GPT2LMHeadModel(
             library.GPT2Config(
                 **their_sizes(config),
-                # The same function as its default, gelu_new, which takes an operator for each step
-                # of the formula, more time and more memory: let it be at its best.
+                # The same function as the default, gelu_new. The default runs an operator for each
+                # step of the formula and takes more time and memory: measure the peer at its best.
                 activation_function="gelu_pytorch_tanh",
                 attn_implementation="sdpa",
                 use_cache=False,
@@ -187,7 +188,7 @@ class Transformers(nn.Module):
         )
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        # Given `labels` alone it would shift them, and predict one token a sequence less than ours.
+        # With `labels` alone the library shifts them, and predicts one token a sequence fewer.
         return self.gpt2(ids, labels=labels, shift_labels=labels).loss
 
 
@@ -196,11 +197,11 @@ class Transformers(nn.Module):
 
 @contextmanager
 def shortage(bench: Bench, step: int, free_bytes: int, in_holes: bool) -> Iterator[list[int]]:
-    """From this step on, 1 GiB that is held leaves `free_bytes` of the device to all others. If
-    `in_holes`, half of it is free as well, in holes of 2 MiB. (On a CPU the first attempt of the
-    step fails when its gradients are there.)
+    """From this step on, hold 1 GiB and leave `free_bytes` of the device to everything else. If
+    `in_holes`, half of that GiB is free again, in holes of 2 MiB. (On a CPU the first attempt of
+    the step fails after its backward.)
 
-    Yields the bytes in use when each attempt of the step began (0 on a CPU).
+    Yields a list that gets the bytes in use when each attempt of the step begins (0 on a CPU).
     """
     real, begun, held = train_minimal.accumulate, list[int](), list[Tensor]()
 
@@ -229,14 +230,16 @@ def shortage(bench: Bench, step: int, free_bytes: int, in_holes: bool) -> Iterat
 
 
 def rescue(bench: Bench) -> Jobs:
-    """Memory is taken in the middle of training: the step is done again with a deeper policy (`ms`:
-    all of that step, with the plans). `MiB left`: what its failed attempts left behind."""
+    """Take memory away in the middle of training: the step is done again with a deeper policy.
+    `ms`: all of that step, with the plans. `MiB left`: memory that its failed attempts left
+    behind."""
     for policy, how in product(("none", "cheap"), ("", ", in holes")):
         yield f"{policy}{how}", partial(rescued_step, bench, policy, bool(how))
 
 
 def rescued_step(bench: Bench, policy: str, in_holes: bool) -> Values:
-    """Of steps of 12 sequences (2 on a CPU), on half of the memory between the policy and full."""
+    """Measure steps of 12 sequences (2 on a CPU) with free memory halfway between the peak of the
+    policy and that of full."""
     args = bench.args(f"--batch-size {bench.pick(12, 2)}", policy)
     question = bench.ask(args)
     peaks = [question.planner.step(args.batch_size, recompute=way).peak for way in (policy, "full")]
@@ -264,31 +267,33 @@ SECTIONS: dict[str, Callable[[Bench], Jobs]] = {"head": head, "steps": steps, "r
 
 
 def read(file: Path) -> tuple[Values, Records]:
-    """What the file says of the machine, and its measurements: the last line of each counts."""
-    lines = read_metrics(file)  # (one that a crash cut short is left out)
-    what = [line for line in lines if "section" not in line] or [{}]
-    return what[-1], {(line["section"], line["name"]): line for line in lines if "section" in line}
+    """Return the metadata of the machine, and the measurements; of each, the last line counts."""
+    lines = read_metrics(file)  # (read_metrics leaves out a line that a crash cut short)
+    metadata = [line for line in lines if "section" not in line] or [{}]
+    return metadata[-1], {
+        (line["section"], line["name"]): line for line in lines if "section" in line
+    }
 
 
 def append(file: Path, record: Values) -> None:
-    """Written, and on the disk."""
+    """Append a record, and wait until it is on the disk."""
     with open(file, "a", encoding="utf-8") as lines:
         print(json.dumps(record), file=lines, flush=True)
         os.fsync(lines.fileno())
 
 
 def measure(bench: Bench, sections: list[str], file: Path) -> None:
-    """Measure what the file has no values of; what was begun before, last. (Behind a CUDA error all
-    that follows fails, too. Start it once more.)"""
+    """Measure everything that has no values in the file; measurements that were begun before come
+    last. (After a CUDA error all others fail, too: run the command again.)"""
     _, before = read(file)
     jobs = {(part, name): job for part in sections for name, job in SECTIONS[part](bench)}
-    gc.freeze()  # what is there now stays
+    gc.freeze()  # objects that exist now are not searched again
     missing = [key for key in jobs if "values" not in before.get(key, {})]
     for section, name in sorted(missing, key=lambda key: key in before):
         record: Values = {"section": section, "name": name}
-        append(file, record | {"error": "it ended the process"})  # if no other line follows
+        append(file, record | {"error": "it ended the process"})  # counts if no other line follows
         gc.collect()
-        torch._dynamo.reset()  # each policy is compiled for itself
+        torch._dynamo.reset()  # compile each policy separately
         torch.cuda.empty_cache()
         try:
             record["values"] = jobs[section, name]()
@@ -303,8 +308,8 @@ def measure(bench: Bench, sections: list[str], file: Path) -> None:
 
 
 def merge_turns(turns: list[Values]) -> Values:
-    """The median of each value, and how far the times are apart, without values that are None.
-    (A turn that failed or ran out of memory has no others.)"""
+    """Return the median of each value, and the spread of the times (maximum less minimum), without
+    values that are None. (A turn that failed or ran out of memory has no other values.)"""
     keys = dict.fromkeys(chain(*turns))
     found = {key: [turn[key] for turn in turns if turn.get(key) is not None] for key in keys}
     merged = {key: statistics.median_low(values) for key, values in found.items() if values}
@@ -312,18 +317,21 @@ def merge_turns(turns: list[Values]) -> Values:
     return merged | ({"ms apart": max(times) - min(times)} if len(times) > 1 else {})
 
 
-def report(what: Values, records: Records) -> str:
-    """In Markdown: a table for each section; of columns, those in which something stands."""
-    parts, sections = ["# On a GPU\n", describe_about(what)], dict[str, dict[str, list[Values]]]()
+def report(metadata: Values, records: Records) -> str:
+    """Return the results as Markdown: a table for each section, without empty columns."""
+    parts, sections = (
+        ["# On a GPU\n", describe_about(metadata)],
+        dict[str, dict[str, list[Values]]](),
+    )
     for (section, name), record in records.items():
         turns = sections.setdefault(section, {}).setdefault(name.partition(", turn ")[0], [])
         turns.append(record.get("values") or {"error": record["error"]})
-    for section, its in sections.items():
-        rows = {name: merge_turns(turns) for name, turns in its.items()}
+    for section, turns_by_name in sections.items():
+        rows = {name: merge_turns(turns) for name, turns in turns_by_name.items()}
         keys = dict.fromkeys(chain(*rows.values()))
         cells = [[name, *(digits(row.get(key, "")) for key in keys)] for name, row in rows.items()]
-        what_for = " ".join((SECTIONS[section].__doc__ or "").split())
-        parts += [f"\n## {section}\n", what_for, "", table(["", *keys], cells)]
+        description = " ".join((SECTIONS[section].__doc__ or "").split())
+        parts += [f"\n## {section}\n", description, "", table(["", *keys], cells)]
     return "\n".join(parts) + "\n"
 
 
@@ -353,7 +361,7 @@ def main(argv: list[str]) -> None:
     if len({*machines}) > 1:
         raise UsageError(f"--out {file.parent} has results of {machines}: name another folder")
     append(file, now)
-    # (To compile takes minutes: a dry run does without.)
+    # A dry run does not compile, which takes minutes.
     with torch.compiler.set_stance("force_eager" if bench.dry else "default"):
         measure(bench, args.only, file)
     print(f"tables: {file.with_suffix('.md')}, raw: {file}")

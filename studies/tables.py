@@ -1,10 +1,10 @@
-"""The documents' tables of what is planned, as Markdown; no GPU is needed.
+"""Print the documents' tables of planned figures as Markdown; no GPU is needed.
 
 python -m studies.tables ladder    # what each policy costs: docs/ladder.md, README.md; a minute
 python -m studies.tables cards     # which card trains what: docs/planning.md; 3 minutes
 python -m studies.tables long      # how long a sequence may be: docs/long.md; 15 minutes
 
-Every figure is what `python -m scripts.plan_memory` says for the flags that stand here, in
+Every figure is the result of `python -m scripts.plan_memory` for the flags in this file, in
 bfloat16 (float16 where that is faster), without dropout.
 """
 
@@ -38,11 +38,11 @@ from trainer.flags import SHAPES, output_file
 from trainer.metrics import format_bytes
 
 Rows = list[dict[str, Any]]
-MADE = defaultdict[tuple, dict](dict)  # tables of one device and precision share what is simulated
+MADE = defaultdict[tuple, dict](dict)  # simulated steps, shared per device and precision
 
 
 def plan(flags: str, policy: str = "none", clock: str = "") -> Candidate:
-    """One row of plan_memory, its time by the clock of a card that --card need not name."""
+    """Return one row of plan_memory. `clock`: a card that predicts the time, whatever --card is."""
     request, _ = parse_request(flags.split())
     card, made = CARDS.get(clock, request.card), MADE[request.device.type, request.precision]
     return candidate_of(replace(request, card=card, cache=made), use_activation_checkpoint=policy)
@@ -55,8 +55,8 @@ PEAKS = {
     "124M, B=12": "--model gpt2 --batch-size 12",
     "1.5B, B=4": "--model gpt2-xl --batch-size 4",
 }
-CLOCKS = "H100", "RTX 4090"  # of the second column
-WAYS = {  # as a row is called -> policy, --loss-chunks
+CLOCKS = "H100", "RTX 4090"  # cards for the times, which are of the second shape in PEAKS
+WAYS = {  # name of a row -> policy, --loss-chunks
     "plain": ("none", 1),
     "full, head at once": ("full", 1),
     **{rung: (rung, 0) for rung in UNIFORM_POLICIES},
@@ -64,7 +64,7 @@ WAYS = {  # as a row is called -> policy, --loss-chunks
 
 
 def ladder_row(name: str) -> dict[str, Any]:
-    """Bytes of a step's peak, and its seconds on two cards."""
+    """Return a row: peak bytes of a step for each shape, and seconds on two cards."""
     policy, chunks = WAYS[name]
     flags = f"--dropout 0 --amp-dtype bfloat16 --loss-chunks {chunks}"
     peaks = {
@@ -77,7 +77,7 @@ def ladder_row(name: str) -> dict[str, Any]:
 
 
 def format_ladder(rows: Rows) -> str:
-    """Peaks in MiB, times in units of the one without recompute."""
+    """Return the Markdown table: peaks in MiB, times in units of the one without recompute."""
     (none,) = (row["seconds"] for row in rows if row["name"] == "none")
     cells = (
         [
@@ -92,8 +92,8 @@ def format_ladder(rows: Rows) -> str:
 
 # ---- Which card trains what
 
-# The documents' table has one or two cards for each size of memory; these are between those. (Apple
-# sells each of its chips with several memories: what fits there plan_memory tells.)
+# The documents' table has one or two cards for each size of memory, and leaves these out. (It also
+# leaves out Apple's: each chip is sold with several sizes. plan_memory tells what fits in one.)
 BESIDE = (
     "RTX 3070|RTX 3080 10GB|RTX 4060|RTX 4080|RTX 5080|RTX A6000|RTX 6000 Ada|V100 16GB|V100 32GB"
 ).split("|")
@@ -106,8 +106,8 @@ SETTING = (
 
 
 def card_row(name: str) -> dict[str, Any]:
-    """The largest micro-batches of each model, 0 = not one sequence; and of the largest model that
-    trains there, the fastest way to run a step."""
+    """Return a row: the largest micro-batch of each model (0: not one sequence fits), and the
+    fastest way to run a step of the largest model that trains on that card."""
     flags = {model: f"--card {name.replace(' ', '-')} --model {model}" for model in SHAPES}
     batches = {
         model: [
@@ -130,8 +130,9 @@ def card_row(name: str) -> dict[str, Any]:
 
 
 def format_cards(rows: Rows) -> str:
-    """ "| RTX 3060 12GB | `gpt2-medium` | 4 x 128 | none | ..."; then "| RTX 3060 12GB | 9 / 26 /
-    128 | ...", cards with equal figures in one row."""
+    """Return two Markdown tables: rows like "| RTX 3060 12GB | `gpt2-medium` | 4 x 128 | none |
+    ...", then rows like "| RTX 3060 12GB | 9 / 26 / 128 | ...". In the second one, cards with equal
+    figures share a row."""
     fastest = (
         [
             row["card"],
@@ -157,8 +158,8 @@ def format_cards(rows: Rows) -> str:
 
 # ---- How long a sequence may be
 
-# Model -> whose clock tells the time, the memory of such a card (all of it, for round figures), and
-# blocks in a group (near sqrt(n_layers))
+# Model -> the card whose clock predicts the time; its memory (all of it, for round figures); the
+# number of blocks in a group (near sqrt(n_layers))
 LENGTHS = {"gpt2": ("RTX 4090", "24GiB", 4), "gpt2-xl": ("A100", "80GiB", 7)}
 KNOBS = (  # policy, --mlp-chunks, processes of train_sp.py
     ("none", 1, 1),
@@ -168,7 +169,7 @@ KNOBS = (  # policy, --mlp-chunks, processes of train_sp.py
 
 
 def length_row(way: tuple[tuple[str, int, int], str]) -> dict[str, Any]:
-    """The longest sequence of one way and model, and what a step of it costs."""
+    """Return a row: the longest sequence for a way to run and a model, and the cost of its step."""
     (policy, mlp_chunks, processes), model = way
     clock, budget, group = LENGTHS[model]
     flags = f"--model {model} --device cuda --memory-budget {budget} --batch-size 1 --dropout 0 "
@@ -190,7 +191,7 @@ def length_row(way: tuple[tuple[str, int, int], str]) -> dict[str, Any]:
 
 
 def format_long(rows: Rows) -> str:
-    """A row for each way, the models side by side."""
+    """Return the Markdown table: a row for each way to run, the models side by side."""
     lines = defaultdict[str, list[str]](list)
     for row in rows:
         chunks = ", chunks" * (row["mlp_chunks"] != 1)
@@ -204,7 +205,9 @@ def format_long(rows: Rows) -> str:
     return table(header, ([way, *cells] for way, cells in lines.items()))
 
 
-TABLES: dict[str, tuple[Callable, Callable[[Rows], str], list]] = {  # what makes a row, of what
+TABLES: dict[
+    str, tuple[Callable, Callable[[Rows], str], list]
+] = {  # (makes a row, formats rows, keys of rows)
     "ladder": (ladder_row, format_ladder, [*WAYS]),
     "cards": (card_row, format_cards, SHOWN),
     "long": (length_row, format_long, [*product(KNOBS, LENGTHS)]),

@@ -1,7 +1,7 @@
-"""One thread a process, no spinning, no network: the tests are about results, not about speed.
+"""Settings and fixtures of all tests: one thread per process, no spinning, no network.
 
-Also: results differ in the last bit between one thread and two, and every child process inherits
-what is set here.
+The tests check results, not speed, and results differ in the last bit between one thread and two.
+Every child process inherits these settings.
 """
 
 import gc
@@ -14,8 +14,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 gc.set_threshold(300_000)  # look for garbage less often
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and a child process
-# inherits that; here some must not.
+# A shell that starts the tests in the background makes them ignore Ctrl-C, and child processes
+# inherit that. Some tests send Ctrl-C to a child.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -29,13 +29,13 @@ import trainer.plan  # noqa: E402
 import trainer.setup  # noqa: E402
 from data import find_dataset  # noqa: E402
 
-trainer.plan.make_planner = planned.make_once  # before anybody imports it from there
+trainer.plan.make_planner = planned.make_once  # before another module imports it
 settings.register_profile("the same each time", deadline=None, derandomize=True)
 settings.load_profile("the same each time")
 
 
 def pytest_collection_modifyitems(items) -> None:
-    for item in items:  # (reports have what xdist's processes tell of a test)
+    for item in items:  # (with xdist a report has only these properties of its test)
         marks = item.iter_markers("reliability")
         item.user_properties += [("row", mark.args) for mark in marks]
 
@@ -51,7 +51,8 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
 
 @pytest.fixture
 def thorough(request) -> bool:
-    """Is reliability all that is asked for? Then what depends on chance is tried more often."""
+    """Whether only reliability tests are selected. Then tests that depend on chance try more
+    often."""
     return request.config.getoption("-m") == "reliability"
 
 
@@ -63,13 +64,13 @@ def one_thread():
 
 @pytest.fixture
 def everything_travels(monkeypatch) -> None:
-    """Offload has no tensor that is too small for it."""
+    """Let offload move every tensor, however small."""
     monkeypatch.setattr("memory.offload.MIN_OFFLOAD_BYTES", 1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def plans_nothing():
-    """Runs of trainers do not predict their memory, here and in child processes."""
+    """Turn off memory prediction in runs of trainers, here and in child processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PLANS_NOTHING", "1")
         plan_nothing()
@@ -79,27 +80,27 @@ def plans_nothing():
 
 @pytest.fixture
 def plans_memory(monkeypatch) -> None:
-    """Runs of trainers predict their memory, as they do for a user."""
+    """Let runs of trainers predict their memory, as they do for a user."""
     monkeypatch.delenv("PLANS_NOTHING")
     monkeypatch.setattr("trainer.setup.plan_memory", trainer.plan.plan_memory)
 
 
 @pytest.fixture
 def path(tmp_path) -> Path:
-    """Where a run saves."""
+    """Path of a run's snapshot."""
     return tmp_path / "run.pt"
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """Where all data sets are kept (and not pytest's own, which no test needs)."""
+    """Folder of the token cache. (This hides pytest's own `cache`, which no test needs.)"""
     monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
     return tmp_path / "cache"
 
 
 @pytest.fixture(scope="module")
 def plt():
-    """matplotlib.pyplot as the pictures have it; without matplotlib their tests are skipped."""
+    """matplotlib.pyplot in the style of the pictures; without matplotlib the tests are skipped."""
     pytest.importorskip("matplotlib")
     from scripts.style import load_pyplot
 
@@ -108,14 +109,14 @@ def plt():
 
 @pytest.fixture(scope="session")
 def chromium():
-    """A browser without a window; its tests are skipped where there is none."""
+    """A browser without a window; without Chromium the tests are skipped."""
     playwright = pytest.importorskip("playwright.sync_api").sync_playwright
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
     program = next(filter(None, map(shutil.which, names)), None)
     if program is None:
         pytest.skip("needs Chromium: apt install chromium, or Chrome")
     with playwright() as running:
-        # A root user's Chromium has no sandbox of its own; and none should call home.
+        # As root, Chromium cannot use its sandbox. The other flags keep it from calling home.
         flags = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
         flags += "--disable-background-networking --disable-component-update"
         browser = running.chromium.launch(executable_path=program, args=flags.split())

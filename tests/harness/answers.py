@@ -1,4 +1,4 @@
-"""What plan_memory answers about one small model: each question is asked once in a process."""
+"""Answers of plan_memory about one small model. Each request runs once in a process."""
 
 import argparse
 import json
@@ -35,20 +35,20 @@ class Answer(NamedTuple):
 
     @property
     def table(self) -> list[str]:
-        """Its lines, the header first."""
+        """Lines of the table, the header first."""
         (table,) = (part for part in self.out.split("\n\n") if " policy " in part)
         return table.splitlines()
 
     @property
     def command(self) -> list[str]:
-        """The words of the last line."""
+        """Words of the last line, the recommended command."""
         return self.out.splitlines()[-1].split()
 
 
 @cache
 def ask(flags: str = "--device cuda --memory-budget 1GiB") -> Answer:
-    """Of SHAPE, with BATCH sequences, on a machine without a GPU; offload has no tensor that is too
-    small for it (see everything_travels)."""
+    """Run plan_memory for SHAPE with BATCH sequences, on a machine without a GPU. No tensor is too
+    small for offload (see everything_travels)."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: False)
         patch.setattr("memory.offload.MIN_OFFLOAD_BYTES", 1)
@@ -64,22 +64,22 @@ def words(flags: str) -> list[str]:
 
 
 def question(flags: str) -> PlanRequest:
-    """The same, for the planner itself."""
+    """Return the plan request for these flags."""
     return plan_memory.parse_request(words(flags))[0]
 
 
 def budget_for(tensors: float) -> str:
-    """A flag: a GPU, less than 4 GiB, on which tensors may take so many bytes."""
+    """Return flags for a GPU with less than 4 GiB, on which tensors may take `tensors` bytes."""
     return f"--device cuda --memory-budget {int(tensors / 0.75) + 2}b"
 
 
 def room_for(tensors: float) -> MemoryBudget:
-    """A CPU's, that leaves so many bytes to tensors."""
+    """Return the memory budget of a CPU that leaves `tensors` bytes to tensors."""
     about = count(int(tensors / 0.9) - 1)
     return MemoryBudget(next(n for n in about if for_tensors(n, "cpu") >= tensors), "cpu")
 
 
 def run(words: list[str]) -> argparse.Namespace:
-    """The flags that a recommended command asks of a trainer."""
+    """Return the flags that a recommended command passes to a trainer."""
     assert words[:2] == ["python", "train_minimal.py"]
     return parse(" ".join(words[2:]))

@@ -1,4 +1,5 @@
-"""docs/calculator.js for tests: its functions, called by node or Chromium, and random shapes."""
+"""Call the functions of docs/calculator.js, by node or Chromium, and draw random shapes for
+them."""
 
 import json
 import random
@@ -15,7 +16,7 @@ from memory import RECOMPUTE_POLICIES, recompute_plan
 from model import MiniGPTConfig
 
 PAGE, SCRIPT = ROOT / "docs/calculator.html", ROOT / "docs/calculator.js"
-# How the page calls a config's fields.
+# Field of a config -> its name on the page.
 LETTERS = {
     "vocab_size": "V", "max_position_embeddings": "positions", "n_layers": "L", "n_heads": "H",
     "d_model": "C", "d_ff": "F", "loss_chunks": "chunks",
@@ -23,8 +24,8 @@ LETTERS = {
 
 
 def evaluate(expression: str, x: Any, request: pytest.FixtureRequest) -> Any:
-    """A JavaScript expression of the page's functions and of `x`. Where there is no node, Chromium
-    evaluates it; where there is neither, the test is skipped."""
+    """Return the value of a JavaScript expression of the page's functions and of `x`. node
+    evaluates it, else Chromium. Without both the test is skipped."""
     body = f"{SCRIPT.read_text()}\n;((x) => {expression})({json.dumps(x)})"
     node = shutil.which("node") or shutil.which("nodejs")
     if node is None:
@@ -40,8 +41,8 @@ def evaluate(expression: str, x: Any, request: pytest.FixtureRequest) -> Any:
 
 
 def random_shapes(n: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Of models: what a planner is asked, by name. (Few are deep: all blocks but the last of a kind
-    are alike.)"""
+    """Return n random shapes of models: a planner's arguments by name. (Few are deep: of the blocks
+    with one policy, all but the last are equal.)"""
     draw = random.Random(seed)
     pick: Callable[..., Any] = lambda *values: draw.choice(values)  # noqa: E731
     found = []
@@ -77,11 +78,14 @@ def random_shapes(n: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def as_page(shape: dict[str, Any]) -> dict[str, Any]:
-    """The same, as the page's functions want it."""
+    """Return a shape under the names that the page's functions use."""
     config, policies = shape["config"], recompute_plan(shape["config"]).policies
     same = {LETTERS[name]: getattr(config, name) for name in LETTERS}
     same |= {"B": shape["batch_size"], "T": shape["seq_len"], "dropout": config.dropout > 0}
     same |= {name: str(shape[name]).removeprefix("torch.") for name in ("precision", "moments")}
-    same |= {"policy": policies[0], "layers": policies.count(policies[0])}  # from the first one on
+    same |= {
+        "policy": policies[0],
+        "layers": policies.count(policies[0]),
+    }  # that the first layers have
     same |= {"optimizer": shape["optimizer"]}
     return same | {"ddp": shape.get("ddp", False), "shards": shape.get("shard_degree", 1)}

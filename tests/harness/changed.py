@@ -1,4 +1,4 @@
-"""model.py with a change, as users make them, in the place of it."""
+"""Put a changed model.py in the place of model.py, with changes as users make them."""
 
 import re
 import sys
@@ -27,7 +27,7 @@ BLOCK = "Block(config) for _ in range(config.n_layers)"
 
 
 def of_document(*names: str) -> dict[str, list[tuple[str, str]]]:
-    """The diffs of docs/change.md, by these names."""
+    """Return the diffs of docs/change.md under these names."""
     text = (ROOT / "docs/change.md").read_text("utf-8")
     diffs = re.findall("^```diff\\n(.*?)^```", text, re.M | re.S)
     changes = {}
@@ -40,10 +40,10 @@ def of_document(*names: str) -> dict[str, list[tuple[str, str]]]:
     return changes
 
 
-# {a change: [(lines of model.py, what stands there instead)]}
+# Name of a change -> [(lines of model.py, their replacement)]
 CHANGES: dict[str, list[tuple[str, str]]] = {
     **of_document("rms_norm", "swiglu", "rotary"),
-    "gate": [  # the same by another layer
+    "gate": [  # swiglu, with a layer of its own for the gate
         (C_FC, C_FC + C_FC.replace("c_fc", "c_gate")),
         (
             WIDEN,
@@ -79,7 +79,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             "        return self.ln_2(x + self.dropout(feed_forward(x)))\n",
         ),
     ],
-    "wider_inside": [  # each block has an MLP of its own size
+    "wider_inside": [  # the blocks have MLPs of two sizes
         ("from dataclasses import dataclass", "from dataclasses import dataclass, replace"),
         (
             BLOCK,
@@ -87,7 +87,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             "            for i in range(config.n_layers)",
         ),
     ],
-    "two_tables": [  # of positions, and of what precedes each token
+    "two_tables": [  # a table of positions, and one of ids modulo 7
         (TABLE, TABLE + "\n        self.pair_embedding = nn.Embedding(7, config.d_model)"),
         (SUM, SUM[:-1] + " + self.pair_embedding(input_ids % 7))"),
     ],
@@ -97,7 +97,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             "nn.Embedding(2 * config.max_position_embeddings,",
         )
     ],
-    "other_words": [  # the same to the last bits
+    "other_words": [  # the same function, but for rounding
         (QKV, "return self.ln_1(x) @ self.attn.c_attn.weight.T + self.attn.c_attn.bias"),
     ],
     "buffer": [
@@ -106,16 +106,20 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             INIT + "        self.register_buffer('angles', torch.ones(3), persistent=False)\n",
         )
     ],
-    "asks_a_number": [  # which fake tensors do not have
+    "asks_a_number": [  # reads a value, which fake tensors do not have
         (SUM, SUM + "\n        x = x if x.sum() < 1e9 else -x"),
     ],
 }
-FOLLOWED = [*CHANGES][: [*CHANGES].index("wide_positions")]  # by every policy, to the bit
-# Not by all: {a change: policies that are refused, those that are if dropout > 0, its lines}
+FOLLOWED = [*CHANGES][
+    : [*CHANGES].index("wide_positions")
+]  # changes that every policy follows to the bit
+# Changes that some policies cannot follow: name -> (policies that are refused without dropout,
+# policies that are refused with dropout, its lines)
 FINER = "cheap selective mlp attn qkv sdpa mlp:1,cheap cheap+offload"
-REPLAYED = "selective qkv sdpa full full/2 full/2+nested full+offload"  # most of a block is
+# Policies that replay most of a block.
+REPLAYED = "selective qkv sdpa full full/2 full/2+nested full+offload"
 REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
-    # Lines that a policy does not come by.
+    # Changed lines that a policy does not run.
     "whole_block": (FINER, FINER, [(ALL, ALL.replace("return", "return 0.9 *"))]),
     "halves": (
         "cheap qkv mlp:1,cheap cheap+offload",
@@ -125,7 +129,7 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
             for half in ("self.attn.c_proj(self.attn.attend(self.qkv(x), kv_cache))", NARROWED)
         ],
     ),
-    "norms_in_add": (  # attention's input is not the block's
+    "norms_in_add": (  # attention's input is not the block's input
         "qkv",
         "qkv",
         [
@@ -135,7 +139,7 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
             ("feed_forward(x))\n", "feed_forward(self.ln_2(x)))\n"),
         ],
     ),
-    # Numbers that a replay does not draw again.
+    # Random numbers that a replay does not draw again.
     "own_dropout": (
         REPLAYED,
         "",
@@ -164,7 +168,7 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
         "cheap mlp",
         [(WIDEN, "return self.mlp.c_fc(self.ln_2(x) + 0.1 * torch.randn_like(x))")],
     ),
-    # What is there after a replay is not what was there before.
+    # State that a replay changes.
     "counter": (
         f"cheap mlp {REPLAYED}",
         f"cheap mlp {REPLAYED}",
@@ -174,11 +178,11 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
         ],
     ),
     "in_place": (
-        "cheap",  # (and selective; but from torch 2.15 on it follows)
+        "cheap",  # (and selective, before torch 2.15)
         "cheap",
         [(ACTIVATION, "F.relu(wide, inplace=True)")],
     ),
-    # Not of a block.
+    # Changes outside of a block.
     "z_loss": (
         f"{FINER} full",
         f"{FINER} full",
@@ -196,7 +200,7 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
         f"{FINER} full/2 full/2+nested full+offload full:chunks",
         [("for block in model.blocks]", "for block in [*model.blocks, *model.blocks]]")],
     ),
-    # Tokens that see each other outside of attention.
+    # Tokens that depend on each other outside of attention.
     "token_shift": (
         "mlp:chunks full:chunks sdpa:chunks",
         "mlp:chunks full:chunks sdpa:chunks",
@@ -207,7 +211,7 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
 
 @cache
 def changed_model(*names: str) -> ModuleType:
-    """model.py with these CHANGES."""
+    """Return model.py with these CHANGES as a module."""
     source = (ROOT / "model.py").read_text("utf-8")
     for name in names:
         for before, after in CHANGES[name] if name in CHANGES else REFUSED[name][2]:
@@ -219,7 +223,7 @@ def changed_model(*names: str) -> ModuleType:
 
 
 def put_in(*names: str, setattr: Callable[[ModuleType, str, type], None] = setattr) -> None:
-    """All that have imported the model have the changed one; and who imports it later."""
+    """Give the changed model to all modules that have imported the model, and to later imports."""
     import model
 
     there, changed = model.MiniGPT, changed_model(*names).MiniGPT

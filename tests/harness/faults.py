@@ -1,16 +1,17 @@
-"""The trainers, with something going wrong at a chosen moment.
+"""Run the trainers with a fault at a chosen moment.
 
 FAULTS="kill:0:9" python tests/harness/faults.py train_minimal [flags]
 FAULTS="nan:1:7" torchrun --nproc-per-node=2 tests/harness/faults.py train_ddp [flags]
 
-A fault is kind:rank:step, a kind of STEP_FAULTS (it strikes before that step) or of SAVE_FAULTS
-(while the snapshot of that step is saved). Faults strike in the first attempt only: what torchrun
-starts again may show that it gets through. (kind:rank:step:1 strikes in the second.) PAUSE makes
-each step last that many seconds longer. FLAGS_r are flags of the process of rank r alone. ROOM is
-in bytes, for `oom`.
-Each process writes what it has after each step (hashes of weights and moments, the loss scale; with
-COLLECTIVES, what those carried) into RUN.rankR.jsonl beside its snapshot RUN.pt (`history`). All of
-it stands here, none of it in the trainers.
+A fault is kind:rank:step. A kind of STEP_FAULTS strikes before that step. A kind of SAVE_FAULTS
+strikes while the snapshot of that step is saved. Faults strike in the first attempt only, so that a
+run that torchrun starts again can finish. (kind:rank:step:1 strikes in the second attempt.) PAUSE:
+seconds by which each step lasts longer. FLAGS_r: flags of the process of rank r alone. ROOM: bytes
+that `oom` leaves.
+
+After each step each process writes a record to RUN.rankR.jsonl next to its snapshot RUN.pt: hashes
+of weights and moments, the loss scale and, with COLLECTIVES, the bytes of collectives. `history`
+reads it. The trainers contain nothing of all this.
 """
 
 import importlib
@@ -53,7 +54,7 @@ WHOLE_RUNS = tempfile.TemporaryDirectory()
 
 
 def faults_at(step: int, kinds: Container[str]) -> list[str]:
-    """The kinds of FAULTS that are due now, in this process."""
+    """Return the kinds of FAULTS that are due now in this process."""
     now = [RANK, str(step), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")]
     words = [[*word.split(":"), "0"] for word in os.environ.get("FAULTS", "").split()]
     return [kind for kind, *when in words if kind in kinds and when[:3] == now]
@@ -65,11 +66,12 @@ def die() -> None:
 
 # ---- Faults in a step
 
-Act = Callable[[Run], Any]  # it may return what undoes it
+Act = Callable[[Run], Any]  # it may return a function that undoes it
 
 
 def bad_gradient(value: float) -> Act:
-    """In what one layer has made, of this process alone, on its way into the average."""
+    """Multiply the gradient of one layer's result by `value`, in this process alone, before
+    gradients are averaged."""
 
     def spoil(layer: Any, args: Any, result: torch.Tensor) -> None:
         result.register_hook(lambda gradient: gradient * value)
@@ -81,14 +83,15 @@ def bad_gradient(value: float) -> Act:
 
 
 def infinite_loss(run: Run) -> Any:
-    """With gradients that are finite: a step that looks only at those would be taken."""
+    """Make the loss infinite and leave the gradients finite. A step that checks only gradients
+    would be taken."""
     wrapped = run.wrapped
     run.wrapped = lambda *batch: wrapped(*batch) + math.inf  # type: ignore[assignment]
     return lambda: setattr(run, "wrapped", wrapped)
 
 
 class Injected(Exception):
-    """A bug, somewhere."""
+    """Stands for a bug somewhere."""
 
 
 def raising(error: Exception) -> Callable[..., Any]:
@@ -99,8 +102,8 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 
 def no_more_memory(run: Run) -> None:
-    """From now on the system gives this process ROOM bytes, by default none: a real failure of the
-    CPU's allocator."""
+    """Let the system give this process ROOM more bytes, by default none: the CPU's allocator really
+    fails."""
     import resource
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -115,7 +118,7 @@ def send(name: str) -> Act:
 STEP_FAULTS: dict[str, Act] = {
     "nan": bad_gradient(math.nan),
     "overflow": bad_gradient(math.inf),
-    "huge": bad_gradient(1e30),  # finite in each number, and in no sum of their squares
+    "huge": bad_gradient(1e30),  # each number is finite, the sum of their squares is not
     "infinite-loss": infinite_loss,
     "error": raising(Injected()),
     "evaluation": lambda run: setattr(run.model, "eval", raising(Injected())),
@@ -132,8 +135,8 @@ STEP_FAULTS: dict[str, Act] = {
 
 
 class Collectives(TorchDispatchMode):
-    """[name, bytes] of each: of the largest tensor in it, the one that is put together or dealt
-    out. (On a CPU backward runs in the thread that calls it, DDP's averages among it.)"""
+    """Records (name, bytes) of each collective: of its largest tensor, which is gathered or
+    scattered. (On a CPU backward runs in the thread that calls it, and so do DDP's averages.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +144,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local tensor will be seen
+            return NotImplemented  # its local tensor comes here, too
         if func.namespace == "c10d":
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             self.seen.append((func._opname, max(tensor.nbytes for tensor in tensors)))
@@ -173,7 +176,7 @@ def train_step(run: Run, *others: Act) -> Any:
 
 
 def weights_hash(tensors: Any) -> str:
-    """Equal for tensors that are equal to the bit, in this order."""
+    """Return a SHA-256 (hex) of the tensors' bits, in this order."""
     digest = sha256()
     for tensor in tree_leaves(tensors):
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -181,14 +184,14 @@ def weights_hash(tensors: Any) -> str:
 
 
 def history(path: Path, rank: int = 0) -> dict[int, dict[str, Any]]:
-    """Step -> what was written down after it."""
+    """Return step -> the record that was written after it."""
     lines = snapshot.sibling_path(path, f".rank{rank}.jsonl").read_text().splitlines()
     return {record["step"]: record for record in map(json.loads, lines)}
 
 
 def broken(path: Path, faults: str | dict[int, Act], *flags: str, **options: Any) -> int | None:
-    """A run in this process, with `faults`, or what is done before a step; returns its exit code,
-    None if it died."""
+    """Run a trainer in this process with `faults` (as in FAULTS, or step -> a function to call
+    before it); return its exit code, None if an Injected error ended it."""
     step, named = train_step, {"FAULTS": faults}
     if isinstance(faults, dict):
         step = lambda run: train_step(run, *filter(None, [faults.get(run.step)]))  # noqa: E731
@@ -201,7 +204,7 @@ def broken(path: Path, faults: str | dict[int, Act], *flags: str, **options: Any
 
 @cache
 def undisturbed(*flags: str, base: tuple[str, ...] = tuple(TINY)) -> Path:
-    """The run that nothing happened to: its snapshot, and what it leaves beside it."""
+    """Return the snapshot of a run without faults. The run's other files are next to it."""
     path = Path(tempfile.mkdtemp(dir=WHOLE_RUNS.name), "run.pt")
     assert broken(path, "", *flags, base=list(base)) == 0
     return path
@@ -210,13 +213,13 @@ def undisturbed(*flags: str, base: tuple[str, ...] = tuple(TINY)) -> Path:
 def broken_together(
     path: Path, faults: str, *flags: str, script: str = "train_ddp", **options: Any
 ) -> CompletedProcess:
-    """The same in two processes: see `torchrun` of runs.py."""
+    """Run a trainer with `faults` in two processes: see `torchrun` of runs.py."""
     return torchrun(path, *flags, script=f"{FAULTS} {script}", FAULTS=faults, **options)
 
 
 @cache
 def undisturbed_together(*flags: str, script: str = "train_ddp") -> Path:
-    """The same of two processes."""
+    """Return the snapshot of a run without faults in two processes."""
     path = Path(tempfile.mkdtemp(dir=WHOLE_RUNS.name), "run.pt")
     broken_together(path, "", *flags, script=script)
     return path

@@ -1,4 +1,4 @@
-"""A folder as transformers writes it, without transformers."""
+"""Write a folder as transformers does, without transformers."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def gpt2_tensors() -> Tensors:
-    """Random weights by the names of the model on the hub, which have no prefix."""
+    """Return random weights under the names of the model on the hub, which have no prefix."""
     random, model = np.random.default_rng(0), MiniGPT(MiniGPTConfig(257, 32, 2, 2, 16, 64))
     return {
         name: random.normal(0, 0.2, weight.shape).astype(np.float32)
@@ -29,7 +29,7 @@ def gpt2_tensors() -> Tensors:
 
 
 def write_folder(folder: Path, tensors: Tensors | None = None, files: dict | None = None) -> Path:
-    """`files`: what some of its files hold instead, as bytes or as JSON; None: not there."""
+    """Write the folder. `files`: name -> other content, as bytes or as JSON; None: no such file."""
     weights = save(gpt2_tensors() if tensors is None else tensors)
     whole = {"config.json": CONFIG, "tokenizer.json": TOKENIZER, "model.safetensors": weights}
     folder.mkdir()

@@ -1,14 +1,14 @@
-"""Other devices' random numbers, on a CPU: each of these draws as its device does.
+"""Draw random numbers on a CPU as another device does.
 
-On a CPU dropout is made of small operators, and attention with dropout of a dozen, `bernoulli_`
-among them: whoever replays a block sees each of them draw. On CUDA each is one operator, and a
-replay that is handed attention's result draws nothing, so all that is drawn after it would be
-another mask. `cuda` lends the CPU those very operators, under its own autograd.
+On a CPU dropout consists of small operators, and attention with dropout of a dozen, `bernoulli_`
+among them. So a function that replays a block sees each of them draw. On CUDA each is one operator.
+A replay that reuses attention's result draws nothing there, so every later mask would differ.
+`cuda` gives the CPU these CUDA operators, with their own autograd.
 
-On MPS the operators are those of a CPU, but the numbers are another generator's, which torch's
+On MPS the operators are those of a CPU, but the numbers come from another generator, which torch's
 checkpoint does not know: `mps`.
 
-Both yield the generator that is drawn from.
+Both yield the generator that draws.
 """
 
 import math
@@ -31,7 +31,7 @@ def drop(x: Tensor, p: float, generator: Generator) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, *how: Any) -> Tensor:
-    """In float32. `how`: of `drop`."""
+    """Compute attention in float32. `how`: arguments of `drop`."""
     scores = q.float() @ k.float().mT / math.sqrt(q.size(-1))
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -math.inf)
@@ -39,13 +39,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, *how: Any) -> Tensor:
 
 
 def lay_out(x: Tensor, like: Tensor) -> Tensor:
-    """(B, H, T, D), in memory (B, T, H, D)."""
+    """Return x (B, H, T, D) stored in memory as (B, T, H, D), in the dtype of `like`."""
     return x.to(like.dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@torch.autocast("cpu", enabled=False)  # as inside of any kernel
+@torch.autocast("cpu", enabled=False)  # autocast does not act inside a kernel
 def attention(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    """Draws one number, of which its backward makes the masks again."""
+    """Compute attention. It draws one number, a seed from which its backward makes the masks
+    again."""
     seed, nothing = (torch.zeros((), dtype=torch.int64) for _ in range(2))
     if dropout_p > 0:
         seed.random_()
@@ -69,7 +70,7 @@ def fused_attention(q, k, v, dropout_p=0.0, is_causal=False) -> Tensor:
 
 
 def fused_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False):
-    """Which `F.dropout` is on CUDA for 0 < p < 1; for others it is no operator at all."""
+    """Compute dropout as `F.dropout` does on CUDA: one operator for 0 < p < 1, for other p none."""
     return aten.native_dropout(x, p, True)[0] if training and 0 < p < 1 else x
 
 

@@ -1,8 +1,9 @@
-"""What a step must give, written down once more without a line of ours: plain, slow, by formulas.
+"""The expected results of a step, written again without a line of the project: plain, slow, by
+formulas.
 
-A GPT-2 on plain autograd, AdamW and its schedule by hand, a sampler on Python lists. Nothing of the
-project is imported here; nn.functional only where a formula would be a page (embedding: indexing;
-LayerNorm, GELU, softmax, cross-entropy: as in the papers).
+A GPT-2 on plain autograd, AdamW by hand, a sampler on Python lists. Nothing of the project is
+imported, and nothing of torch.nn: embedding is indexing; LayerNorm, GELU and cross-entropy are the
+formulas of the papers.
 """
 
 import math
@@ -32,7 +33,8 @@ def gpt_logits(
     drop: Callable[[Tensor], Tensor] = lambda x: x,
     drop_scores: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:
-    """(B, T) -> (B, T, V), with weights named as in a snapshot; `drop`s are where GPT-2's are."""
+    """Return logits (B, T, V) of ids (B, T), with weights named as in a snapshot. `drop` and
+    `drop_scores` act where GPT-2 has dropout."""
     T = ids.size(1)
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
     x = drop(w["token_embedding.weight"][ids] + w["position_embedding.weight"][:T])
@@ -52,16 +54,16 @@ def gpt_logits(
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """In nats, over the labels that are not -100."""
-    there = labels >= 0
-    right = logits[there].gather(-1, labels[there][:, None])[:, 0]
-    return (logits[there].logsumexp(-1) - right).mean()
+    """Return the mean loss in nats over the labels that are not -100."""
+    counts = labels >= 0
+    right = logits[counts].gather(-1, labels[counts][:, None])[:, 0]
+    return (logits[counts].logsumexp(-1) - right).mean()
 
 
 def loss_and_gradients(
     weights: Weights, batches: list[tuple[Tensor, Tensor]], n_layers: int, n_heads: int
 ) -> tuple[list[float], Weights]:
-    """Losses of the micro-batches, and the gradient of their mean."""
+    """Return the losses of the micro-batches, and the gradients of their mean."""
     w = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
     losses = [mean_loss(gpt_logits(w, ids, n_layers, n_heads), labels) for ids, labels in batches]
     (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
@@ -69,7 +71,8 @@ def loss_and_gradients(
 
 
 class AdamW:
-    """Loshchilov and Hutter (2019), algorithm 2, with the norm of all gradients limited before."""
+    """AdamW by Loshchilov and Hutter (2019), algorithm 2. Before, the norm of all gradients is
+    clipped to `limit`."""
 
     def __init__(self, weights: Weights, decay: float, limit: float):
         self.decay, self.limit, self.t = decay, limit, 0
@@ -77,7 +80,7 @@ class AdamW:
         self.v = {name: torch.zeros_like(weight) for name, weight in weights.items()}
 
     def step(self, weights: Weights, gradients: Weights, lr: float) -> float:
-        """Changes `weights`; returns the norm of the gradients before it was limited."""
+        """Change `weights`; return the norm of the gradients before clipping."""
         self.t += 1
         norm = math.sqrt(sum((g * g).sum().item() for g in gradients.values()))
         for name, weight in weights.items():
@@ -91,7 +94,8 @@ class AdamW:
 
 
 def windows(files: list[list[int]], T: int) -> list[list[int]]:
-    """T + 1 tokens each, side by side: the last token of one is the first of the next."""
+    """Return windows of T + 1 tokens, side by side: the last token of one is the first of the
+    next."""
     found = []
     for tokens in files:
         for start in range(0, len(tokens) - T, T):
@@ -102,7 +106,8 @@ def windows(files: list[list[int]], T: int) -> list[list[int]]:
 def training_batch(
     all_windows: list[list[int]], B: int, seed: int, number: int
 ) -> tuple[Tensor, Tensor]:
-    """Micro-batch `number`: epochs follow each other, each in an order of its own."""
+    """Return inputs and labels (B, T) of micro-batch `number`. Each epoch has an order of its
+    own."""
     n, rows = len(all_windows), []
     for sample in range(number * B, (number + 1) * B):
         order = np.random.default_rng([seed, sample // n]).permutation(n)

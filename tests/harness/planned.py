@@ -1,4 +1,4 @@
-"""Planners of the models in cases/shapes.py, and what a real step of them takes."""
+"""Planners of the models in cases/shapes.py, and the peak of a real step of these models."""
 
 from contextlib import nullcontext
 from copy import copy
@@ -16,16 +16,16 @@ from trainer import optimizer, plan
 from trainer.clocks import LiveStorages
 from trainer.process import OneProcess
 
-# Of these shapes both matter to it, FLOPs and bytes.
+# With these shapes both FLOPs and bytes matter to this card.
 CARD = Card("small", 2**40, (1e12,) * 3, 1e11, launch_s=0)
 MAKE_PLANNER = plan.make_planner
 MADE: dict[tuple, Planner] = {}
-MOST = 50  # planners, with all steps that they have simulated
+MOST = 50  # planners that are kept, each with its simulated steps
 
 
 def shared(key: tuple, make: Any) -> Planner:
-    """The planner of an earlier test that made one by this key; but where this test has changed
-    what a simulation does, or counts."""
+    """Return the planner that an earlier test made by this key, unless this test has changed what a
+    simulation does or counts."""
     changed = (
         Planner.__init__,
         Planner.run_fake_step,
@@ -51,13 +51,13 @@ def shared(key: tuple, make: Any) -> Planner:
 
 
 def make_once(args, config, device, precision, *way) -> Planner:
-    """Instead of trainer.plan.make_planner: who recomputes otherwise, or asks for other batches,
-    has the same planner."""
+    """Replace trainer.plan.make_planner: requests that differ only in recompute or batch size share
+    a planner."""
     plain = MiniGPTConfig(**vars(config) | {"recompute": "none"})
     state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1, args.compress_gradients
     key = plain, args.seq_len, device.type, precision, state, way, args.gather_dtype
     planner = copy(shared(key, lambda: MAKE_PLANNER(args, plain, device, precision, *way)))
-    planner.config = config  # (and its own `watch`; but the same steps)
+    planner.config = config  # (the copy has its own `on_simulate`, and the same steps)
     return planner
 
 
@@ -109,7 +109,7 @@ def measured_peak(
         optimizer = make_optimizer(model)
         if ddp:
             wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-            step()  # (it sorts its buckets anew in the second step)
+            step()  # (DDP sorts its buckets anew in the second step)
         if by_ours:
             step()
             storages.peak = storages.now

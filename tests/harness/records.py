@@ -1,4 +1,4 @@
-"""Recorded steps of a small model, of each kind that there is: for tests of what shows them."""
+"""Recorded steps of a small model, one of each kind, for tests of everything that shows them."""
 
 from dataclasses import replace
 from functools import cache
@@ -38,5 +38,5 @@ def record(way: str = "none", setting: str = "cuda", **more) -> StepRecord:
 
 @cache
 def record_once(way: str, setting: str, small: int, **more) -> StepRecord:
-    """`small`: see everything_travels."""
+    """Return a record. `small`: MIN_OFFLOAD_BYTES, which everything_travels changes."""
     return plan(setting, **more).record(B, **WAYS[way])

@@ -1,6 +1,5 @@
-"""The table of docs/reliability.md: a row is what happens to a run, what is wanted of it then, and
-the tests that say so. tests/conftest.py prints it after `python -m pytest -m reliability`.
-"""
+"""The table of docs/reliability.md. A row is an event in a run, the wanted outcome, and the tests
+that check it. tests/conftest.py prints the table after `python -m pytest -m reliability`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,17 +15,17 @@ ROWS = [tuple(line.strip("| ").split(" | ")) for line in TABLE.splitlines()]
 
 
 def row(begin: str) -> pytest.MarkDecorator:
-    """This test, or this case of it, is (part of) the row that begins so."""
+    """Return a mark: the test or case belongs to the row that begins with `begin`."""
     (found,) = (row for row in ROWS if row[0].startswith(begin))
     return pytest.mark.reliability(*found)
 
 
 def table(reports: Iterable[Any]) -> list[str]:
-    """Markdown; a row is held if each of its cases has passed, and there is one. (A test's report
-    has its rows among its properties: see tests/conftest.py.)"""
+    """Return the Markdown table. A row is held if it has cases and all of them have passed. (A
+    test's report has its rows among its properties: see tests/conftest.py.)"""
     cases: dict[Row, list[bool]] = {row: [] for row in ROWS}
     for report in reports:
-        for name, found in getattr(report, "user_properties", ()):  # (none if it was not chosen)
+        for name, found in getattr(report, "user_properties", ()):  # (none if it was not selected)
             if name == "row" and (report.when == "call" or report.failed):
                 cases[tuple(found)].append(report.passed)
     lines = ["| what happens | what is wanted | |", "|---|---|---|"]

@@ -1,4 +1,5 @@
-"""Run the trainers as a user does, in processes of their own, with a deadline; or in this one."""
+"""Run the trainers as a user does: in processes of their own, with a deadline, or in this
+process."""
 
 import argparse
 import gc
@@ -41,9 +42,9 @@ N_LENGTH = TINY.index("--num-steps")
 TINY_FREE = TINY[:N_LENGTH] + TINY[N_LENGTH + 2 :]  # of any length
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-FAULTS = "tests/harness/faults.py"  # the trainers, as FAULTS and PAUSE say
-DEADLINE = 150.0  # seconds; of what takes a few, on a machine that is not otherwise busy
-GRACE = 5  # seconds that a process has to end by itself when another one has failed
+FAULTS = "tests/harness/faults.py"  # runs a trainer with the faults of FAULTS, and PAUSE
+DEADLINE = 150.0  # seconds, for a run that takes a few on an idle machine
+GRACE = 5  # seconds in which a process may end by itself when another one has failed
 
 
 def run(
@@ -65,7 +66,8 @@ def run(
 
 @cache
 def server() -> multiprocessing.context.ForkServerContext:
-    """Has the trainers imported, which takes any other process three seconds, and forks."""
+    """Return a server that has imported the trainers and forks. Any other process takes three
+    seconds to import them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "pytest", "harness.runs"])
     with patch.dict(os.environ, PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'tests'}"):
@@ -74,10 +76,10 @@ def server() -> multiprocessing.context.ForkServerContext:
 
 
 def become(words: list[str], folder: str, environment: dict[str, str], *files: str) -> None:
-    """This process goes on as `python` with these words; stdout and stderr go to these files.
+    """Continue this process as `python` with these words; stdout and stderr go to these files.
 
-    What is imported is no garbage: not to look for any there saves a quarter of the time that a
-    trainer of a few steps takes.
+    Imported objects are no garbage. Not searching them saves a quarter of the time that a trainer
+    of a few steps takes.
     """
     gc.set_threshold(300_000)
     gc.freeze()
@@ -85,7 +87,8 @@ def become(words: list[str], folder: str, environment: dict[str, str], *files: s
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), standard)
     os.environ.clear()
     os.environ.update(environment)
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # it was read at the import
+    # torch read the variable when it was imported, before it was set here.
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     os.chdir(folder)
     sys.argv = words
     if "PLANS_NOTHING" in environment:
@@ -99,13 +102,13 @@ def become(words: list[str], folder: str, environment: dict[str, str], *files: s
 
 
 class Forks:
-    """Programs, each with what is new in its environment, that start at the same time; what one of
-    them says is what all do. Faster than `subprocess`: see `server`."""
+    """Programs that start at the same time, each with its additions to the environment. All share
+    stdout and stderr. This is faster than `subprocess`: see `server`."""
 
     def __init__(self, programs: list[tuple[list[str], dict[str, str]]], cwd: Path = ROOT):
         self.command, self.temporary = programs[0][0], tempfile.TemporaryDirectory()
         self.out, self.err = (Path(self.temporary.name, name) for name in ("stdout", "stderr"))
-        for file in (self.out, self.err):  # somebody may read before a program has begun
+        for file in (self.out, self.err):  # a test may read them before a program has begun
             file.touch()
         self.processes = []
         for words, env in programs:
@@ -116,12 +119,12 @@ class Forks:
         self.pids = [process.pid for process in self.processes]  # by rank
 
     def wait_for_step(self, step: int) -> None:
-        """Until the log shows it."""
+        """Wait until the log shows this step."""
         wait_until(lambda: last_step(self.out.read_text()) >= step, f"step {step}")
 
     def end(self, timeout: float = DEADLINE) -> CompletedProcess:
-        """Wait for all; the exit code is that of the one that failed first, or 0. As torchrun does,
-        it then ends the others."""
+        """Wait for all programs; return their output and the exit code of the one that failed
+        first, or 0. After a failure end the others, as torchrun does. Raises TimeoutExpired."""
         end, code = time.monotonic() + timeout, 0
         left = {process.sentinel: process for process in self.processes}
         while left and not code:
@@ -150,7 +153,7 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = DEAD
 
 
 def is_alive(pid: int) -> bool:
-    """And no zombie, which only waits for a parent to ask about it."""
+    """Tell whether the process runs. A zombie, which only waits for its parent, does not."""
     try:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -158,7 +161,7 @@ def is_alive(pid: int) -> bool:
 
 
 def last_step(log: str) -> int:
-    """The last one of which there is a line."""
+    """Return the last step that has a line in the log; 0: none."""
     return max(map(int, re.findall(r"^step +(\d+)/", log, re.M)), default=0)
 
 
@@ -168,7 +171,7 @@ def free_port() -> int:
 
 
 def start_together(words: list[str], processes: int = 2, **env: str) -> Forks:
-    """A program in as many processes as torchrun would start, without torchrun."""
+    """Start a program in as many processes as torchrun would start, without torchrun."""
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | env
     env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
@@ -176,23 +179,23 @@ def start_together(words: list[str], processes: int = 2, **env: str) -> Forks:
 
 
 def train(path: Path, *flags: str, script: str = "train_minimal.py", **how) -> CompletedProcess:
-    """One trainer in a process of its own: see `torchrun`."""
+    """Run one trainer in a process of its own: see `torchrun`."""
     return torchrun(path, *flags, processes=1, script=script, **how)
 
 
 def train_here(path: Path, *flags: str, base: list[str] = TINY) -> int:
-    """Like `train`, but in this process, whose random state is somewhere else each time."""
+    """Run one trainer in this process, whose random state differs each time."""
     torch.rand(int(torch.randint(1, 100, ())))
     return train_minimal.main([*base, "--checkpoint-path", str(path), *flags])
 
 
 def parse(*flags: str) -> argparse.Namespace:
-    """As a trainer does. (A string may be several flags.)"""
+    """Parse flags as a trainer does. (A string may be several flags.)"""
     return resolve_defaults(build_parser("test", "x.pt").parse_args(" ".join(flags).split()))
 
 
 def ready(folder: Path, *flags: str) -> Run:
-    """A run in this process, before its first step."""
+    """Return a run in this process, before its first step."""
     args = parse(*TINY, *flags)
     args.checkpoint_path = folder / "run.pt"
     return trainer.setup.set_up(args, OneProcess(torch.device("cpu")))
@@ -206,7 +209,7 @@ def torchrun(
     expect: int = 0,
     **env: str,
 ) -> CompletedProcess:
-    """A trainer in as many processes as torchrun would start."""
+    """Run a trainer in as many processes as torchrun would start; check the exit code."""
     words = [*script.split(), *TINY, "--checkpoint-path", str(path), *flags]
     result = start_together(words, processes, **env).end()
     assert result.returncode == expect, result.stdout + result.stderr
@@ -214,19 +217,19 @@ def torchrun(
 
 
 def by_torchrun(path: Path, *flags: str, script: str, launch: str = "") -> list[str]:
-    """The command that has torchrun itself start two of them."""
+    """Return the command with which torchrun itself starts a trainer in two processes."""
     words = [*launch.split(), "--nproc-per-node=2", *script.split(), *TINY]
     return [*TORCHRUN, *words, "--checkpoint-path", str(path), *flags]
 
 
 def errors(result: CompletedProcess) -> list[str]:
-    """What it says to its user."""
+    """Return the error lines that the user sees."""
     return [line for line in result.stderr.splitlines() if line.startswith("error: ")]
 
 
 def plan_nothing() -> None:
-    """From now on, runs of trainers in this process do not predict their memory, which takes as
-    long as the rest of them; but where --use-activation-checkpoint is auto."""
+    """Turn off memory prediction in this process's runs of trainers: it takes as long as the rest
+    of a run. It stays on for --use-activation-checkpoint auto, and after an out-of-memory error."""
 
     def plan(args, process, config, precision, *given):
         if args.use_activation_checkpoint == "auto" or process.last_out_of_memory():
@@ -246,14 +249,14 @@ def snapshot(path: Path) -> dict:
 
 
 def older_runs(path: Path) -> list[Path]:
-    """The snapshots of runs that had the name `path` before, the newest last."""
+    """Return the snapshots of runs that had the name `path` before, the newest last."""
     named = re.compile(re.escape(path.stem) + r"\.20[-\d]+\.pt")
     old = [file for file in path.parent.iterdir() if named.fullmatch(file.name)]
     return sorted(old, key=lambda file: file.stat().st_mtime)
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """What lies below `folder`."""
+    """Return path -> bytes (None for a folder) of everything below `folder`."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
@@ -266,7 +269,7 @@ def metrics(path: Path) -> list[dict]:
 
 
 def same(a: object, b: object) -> bool:
-    """Equal to the bit, whatever is nested in whatever."""
+    """Tell whether two nested structures are equal, tensors to the bit."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict):

@@ -1,10 +1,10 @@
-"""Started in several processes, by test_torchrun.py, test_shards.py and test_changed_model.py.
+"""Checks in several processes, for test_torchrun.py, test_shards.py and test_changed_model.py.
 
-steps    a model that is dealt out learns what DDP learns, to the bit
-together train_sp.py's processes learn what one does; with each policy the same, to the bit
-changed  all of them, of a model.py with changes, learn what one does
-memory   process 0 writes what CASES take to a file; memory_together: what LONG_CASES take
-buckets  train_ddp.py, watched: its gradients live in DDP's buckets
+steps    a sharded model learns what DDP learns, to the bit
+together train_sp.py's processes learn what one process does; each policy gives the same bits
+changed  with a changed model.py, all multi-process trainers learn what one process does
+memory   process 0 writes the peaks of CASES to a file; memory_together: those of LONG_CASES
+buckets  train_ddp.py's gradients live in DDP's buckets
 """
 
 import gc
@@ -63,7 +63,8 @@ to_empty = MiniGPT.to_empty
 
 
 def no_whole_model(model: MiniGPT, *, device: torch.device) -> None:
-    """Memory comes when all is dealt out, and is for a process's rows."""
+    """Check that memory is allocated after all weights are sharded, and only for this process's
+    rows."""
     assert all(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
     to_empty(model, device=device)
     for p in model.parameters():
@@ -84,26 +85,27 @@ def train_step(
     n: int,
     dtype: torch.dtype,
 ) -> list[float]:
-    """As train_minimal.train_step, of n micro-batches; their losses, and the gradients' norm."""
-    said = []
+    """Do train_minimal.train_step with n micro-batches; return their losses, then the gradients'
+    norm."""
+    results = []
     for i in range(n):
         ids, labels = next(batches)
         with process.gradient_sync(now=i == n - 1):
             with autocast(dtype):
                 loss = wrapper(ids, labels)
             (loss / n).backward()
-        said.append(loss.item())
+        results.append(loss.item())
     del ids, labels, loss
-    said.append(process.clip_gradients(wrapper.parameters(), 0.5).item())
+    results.append(process.clip_gradients(wrapper.parameters(), 0.5).item())
     optimizer.step()
     process.clear_gradients(optimizer)
-    return said
+    return results
 
 
 # ---- steps: three of each variant, with dropout and accumulation, in two trainers' processes
 
-# (Of 61 rows process 0 gets 31, process 1 gets 30. But every shard is a multiple of 16 numbers:
-# what is left of a tensor beyond that, torch's own AdamW rounds otherwise on a CPU.)
+# Of 61 rows process 0 gets 31, process 1 gets 30. But every shard is a multiple of 16 elements:
+# torch's own AdamW on a CPU rounds the leftover elements of a tensor differently.
 SHAPE = MiniGPTConfig(
     vocab_size=61, max_position_embeddings=16, n_layers=3, n_heads=2, d_model=32, d_ff=64,
     dropout=0.1, loss_chunks=4,
@@ -126,11 +128,12 @@ VARIANTS += [
 
 
 def learn(process: OneProcess, variant: dict, dtype: torch.dtype, in_all: int = 4) -> dict:
-    """Weights and moments, whole, after three steps of so many micro-batches of all processes
-    together (on process 0; others have less); what this one's steps said; and logits.
+    """Return whole weights and moments after three steps of `in_all` micro-batches of all processes
+    together (on process 0; others have less), the losses and norms of this process, and logits.
 
-    Labels that do not count are dealt unevenly: of two processes that share a sequence, the last
-    one has no others in each second micro-batch."""
+    Labels that do not count are spread unevenly: if two processes share a sequence, the last one
+    has no others in every second micro-batch.
+    """
 
     def draw() -> Iterator[tuple[Tensor, Tensor]]:
         for number in range(process.rank % process.replicas, 3 * in_all, process.replicas):
@@ -144,13 +147,13 @@ def learn(process: OneProcess, variant: dict, dtype: torch.dtype, in_all: int = 
     model, batches = new_model(process, replace(SHAPE, **shape), exact), draw()
     flags = Namespace(**vars(process.args) | variant)
     optimizer = make_optimizer(model, flags, process.device, dtype)
-    if exact == torch.float64:  # (ours computes in float32)
+    if exact == torch.float64:  # (our optimizers compute in float32)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     wrapper, n = process.wrap(model), in_all // process.replicas
     said = [train_step(process, wrapper, optimizer, batches, n, dtype) for _ in range(3)]
     found = process.full_state_dict(model, optimizer)
     with torch.no_grad(), autocast(dtype):
-        logits = model.eval()(torch.arange(9)[None])  # each writes a text by itself
+        logits = model.eval()(torch.arange(9)[None])  # each process generates by itself
     return {
         "model": found["model"],
         "optimizer": found["optimizer"]["state"],
@@ -168,8 +171,8 @@ def steps(fsdp: FSDPProcess, which: str) -> str:
             expected = learn(ddp, variant, dtype)
             del ddp.wrapper
             gc.collect()
-            # In bfloat16 what autocast would round to it travels; so no bit is another one.
-            # (--mlp-chunks would add up in bfloat16, and is refused.)
+            # --gather-dtype bfloat16 sends what autocast would round to bfloat16 anyway, so all
+            # bits are equal. (--mlp-chunks would add up in bfloat16, and is refused.)
             low = dtype == torch.bfloat16 and "mlp_chunks" not in variant
             for gather in ("float32", "bfloat16")[: 1 + low]:
                 fsdp.args.gather_dtype = gather
@@ -178,16 +181,17 @@ def steps(fsdp: FSDPProcess, which: str) -> str:
     return f"{2 * len(variants)} variants equal"
 
 
-# ---- together: of each sequence, every process has some tokens
+# ---- together: every process has some tokens of each sequence
 
-UNEVEN = {"n_heads": 5, "d_model": 80}  # of 2 or 4 processes, none has as many as the others
+UNEVEN = {"n_heads": 5, "d_model": 80}  # 5 heads: 2 or 4 processes get unequal numbers
 POLICIES_TOGETHER = [*RECOMPUTE_POLICIES, "mlp:1,full", "full/3+nested", "full/2+nested"]
 POLICIES_TOGETHER += ["full+offload", "cheap+offload", "full/2+nested+offload", "full", "none"]
 
 
 def check_as_one(sp: SPProcess, policies: list[str], dtype: torch.dtype) -> None:
-    """Each policy gives the same, to the bit. In float64 it is what one process computes (which
-    test_oracle.py compares with no line of ours), with the head at once, too."""
+    """Check that each policy gives the same bits. In float64 also check that one process computes
+    the same (test_oracle.py checks that against independent code), and that the head at once
+    does."""
     exact = dtype == torch.float64
     shape = UNEVEN | {"dropout": 0.0 if exact else 0.1}
     first = learn(sp, shape, dtype, in_all=2)
@@ -274,7 +278,7 @@ def long_case(seq_len: int, recompute: str, **changes: int) -> Case:
     return Case(replace(WIDE, **long | changes), 1, torch.bfloat16, seq_len=seq_len)
 
 
-# Of train_sp.py, which deals tokens and heads out as well.
+# For train_sp.py, which also shards tokens and heads.
 LONG_CASES = {
     "once": long_case(512, "full"),
     "twice": long_case(1024, "full"),
@@ -285,12 +289,12 @@ LONG_CASES = {
 
 
 class Storages(LiveStorages):
-    """A storage can also be freed and made anew without an operator (fully_shard does that to the
-    weights), so each is asked for its size again and again."""
+    """Live storages, each asked for its size again and again: fully_shard frees the weights'
+    storages and allocates them anew without an operator."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local tensor will be seen
+            return NotImplemented  # its local tensor comes here, too
         self.look_at()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -304,7 +308,7 @@ class Storages(LiveStorages):
 
 
 def measure(process: FSDPProcess, case: Case) -> int:
-    """Bytes that a process has at the peak of a step."""
+    """Return the bytes that a process has at the peak of a step."""
 
     def draw() -> Iterator[tuple[Tensor, Tensor]]:
         while True:
@@ -323,7 +327,7 @@ def measure(process: FSDPProcess, case: Case) -> int:
     state = [p.detach() for p in model.parameters()], [*optimizer.state.values()]
     there = tree_map_only(DTensor, DTensor.to_local, state)
     peaks = []
-    for _ in range(5):  # a thread of gloo's may hold a buffer a moment longer, or may not
+    for _ in range(5):  # a thread of gloo may hold a buffer a moment longer: so take the minimum
         storages = Storages()
         storages.look_at(there)
         with storages:
@@ -345,13 +349,14 @@ def memory(process: FSDPProcess, path: str, *names: str) -> str:
 
 
 def buckets(words: list[str]) -> int:
-    """Three steps of two micro-batches: after each of these, gradients lie in one set of storages.
-    After the one that averages, these are DDP's buckets: so no gradients lie beside them.
+    """Do three steps of two micro-batches. After each micro-batch the gradients must lie in one set
+    of storages. After the one that averages, these are DDP's buckets, so no gradients lie beside
+    them.
 
-    The first two steps are rehearsed (trainer/run.py), and DDP makes its final buckets in the
-    first forward of the second.
+    The first two steps are rehearsed (trainer/run.py), and DDP makes its final buckets in the first
+    forward of the second step.
     """
-    seen: list[dict[int, int]] = []  # before and after each micro-batch: address -> bytes
+    seen: list[dict[int, int]] = []  # address -> bytes, before and after each micro-batch
     sync_gradients = DDPProcess.gradient_sync
 
     def look(process: DDPProcess) -> None:
@@ -378,8 +383,8 @@ def main() -> int:
     _, what, *words = sys.argv
     if what == "buckets":
         return buckets(words)
-    offload.MIN_OFFLOAD_BYTES = 1  # everything travels
-    policies.CHUNK_MULTIPLE = 8  # of 16 tokens there are two chunks
+    offload.MIN_OFFLOAD_BYTES = 1  # offload moves every tensor
+    policies.CHUNK_MULTIPLE = 8  # so 16 tokens are two chunks
     torch.set_num_threads(1)
     act, kind = {
         "steps": (steps, FSDPProcess),
@@ -392,7 +397,7 @@ def main() -> int:
     process = kind(resolve_defaults(args))
     process.init_process_group()
     print(act(process, *words) + "\n", end="")
-    dist.barrier()  # nobody leaves while another still gathers
+    dist.barrier()  # no process may leave while another one still gathers
     dist.destroy_process_group()
     return 0
 

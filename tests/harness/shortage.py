@@ -1,4 +1,4 @@
-"""A step that runs out of memory at a chosen operator of its forward or backward."""
+"""Make a step run out of memory at a chosen operator of its forward or backward."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -17,13 +17,13 @@ from trainer.flags import model_config
 from trainer.run import Run
 
 ERROR = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"
-Place = tuple[int | None, bool]  # at which operator: before it, or after it? None: nowhere
+Place = tuple[int | None, bool]  # (number of the operator, is it after that?); None: nowhere
 
 
 class Shortage(LiveStorages):
-    """Raises `ERROR` at operator number `at`, or behind it; None: counts them only.
+    """Raises `ERROR` before operator number `at`, or after it; None: only counts operators.
 
-    `counts`: does the next operator count?
+    `counts()` tells whether the next operator counts.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Shortage(LiveStorages):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local tensor will be seen
+            return NotImplemented  # its local tensor comes here, too
         if not self.counts():
             return func(*args, **(kwargs or {}))
         self.operators += 1
@@ -48,8 +48,8 @@ class Shortage(LiveStorages):
 
 @contextmanager
 def running_out(step: int, *places: Place) -> Iterator[list[Shortage]]:
-    """While it is open, attempt i at this step runs out at place i. Yields the modes that see to
-    that, one for each attempt."""
+    """Make attempt i at this step run out of memory at place i. Yields the modes that do it, one
+    for each attempt."""
     accumulate, modes = train_minimal.accumulate, [Shortage(*place) for place in places]
     left = iter(modes)
 
@@ -57,8 +57,8 @@ def running_out(step: int, *places: Place) -> Iterator[list[Shortage]]:
         mode = next(left, None) if run.step == step else None
         if mode is None:
             return accumulate(run, *how, **more)
-        # An attempt that fails may leave modes of checkpoints open until its frames are gone. This
-        # mode ends after those: else torch 2.9 forgets that none is open, and compiles nothing.
+        # A failed attempt may leave modes of checkpoints open until its frames are freed. This mode
+        # must end after those: else torch 2.9 believes that one is open, and compiles nothing.
         opened.enter_context(mode)
         losses = accumulate(run, *how, **more)
         opened.close()
@@ -68,16 +68,16 @@ def running_out(step: int, *places: Place) -> Iterator[list[Shortage]]:
         yield modes
 
 
-# Where a step of one of several processes runs out: in the rehearsal; before its first forward; in
-# forward, or in a backward before the last; in the last backward, in which gradients travel; while
-# DDP makes its final buckets, before the second step's first forward; somewhere, where each attempt
-# needs all of them.
+# Where a step of one of several processes runs out of memory. rehearsed: in the rehearsal. data:
+# before its first forward. early: in a forward, or in a backward before the last. last: in the last
+# backward, in which gradients are averaged. buckets: while DDP makes its final buckets, before the
+# second step's first forward. sharded: anywhere, if each attempt needs all processes.
 PLACES = ("rehearsed", "data", "early", "last", "buckets", "sharded")
 
 
 def strike(place: str, run: Run) -> Callable[[], None]:
-    """Have this step run out there, once, at an operator that is drawn. It begins with the policy
-    of the flags, and so can be rescued again and again."""
+    """Make this step run out of memory at `place`, once, at a random operator. For the first three
+    places the step begins with the policy of the flags, so it can be rescued again and again."""
     draw, left = random.Random(f"{place} {run.process.rank} {run.step}"), [place]
     real, begin, after = train_minimal.accumulate, run.clock.begin_phase, draw.random() < 0.5
     if place in ("rehearsed", "data", "early"):
@@ -105,10 +105,10 @@ def strike(place: str, run: Run) -> Callable[[], None]:
             for hook in hooks:
                 hook.remove()
 
-    # Agree on buckets, allocate them, copy what is there.
+    # Of buckets: DDP agrees on buckets, allocates them, copies the gradients that exist.
     at = {"data": 2, "buckets": draw.randint(6, 60), "sharded": 60}.get(place)
     if at is None:
-        for _ in range(2):  # (the first one may make buckets, too)
+        for _ in range(2):  # (twice: the first time may also make buckets)
             _, operators = attempt(None, average=False)
         at = draw.randint(1, operators)
         run.process.discard_gradients(run.optimizer)
@@ -124,7 +124,8 @@ def strike(place: str, run: Run) -> Callable[[], None]:
 
 
 def operators_of_each(run: Run, steps: int) -> list[int]:
-    """Do the first steps of a run; returns how many operators forward and backward have in each."""
+    """Do the first steps of a run; return the number of operators in forward and backward of
+    each."""
     counts = []
     for run.step in range(1, steps + 1):
         with running_out(run.step, (None, False)) as (counted,):
@@ -134,9 +135,9 @@ def operators_of_each(run: Run, steps: int) -> list[int]:
 
 
 def repeated(run: Run) -> Callable[[list[Place]], list[torch.Tensor]]:
-    """Return a function that does the step to which the run has come, from the same state each
-    time, with some attempts that fail. It returns all tensors that the step ends with; none if no
-    policy needed less."""
+    """Return a function that does the next step of the run, from the same state each time, with
+    some attempts that fail. It returns all tensors at the end of the step; none if no policy needs
+    less."""
     run.step += 1
     config, parts = run.model.config, (run.model, run.optimizer, run.scaler)
     before = [deepcopy(part.state_dict()) for part in parts]
