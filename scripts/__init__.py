@@ -1,6 +1,6 @@
 """The commands for users; `python -m scripts` lists them.
 
-Python runs this file before each of them, even before `import torch`, which takes seconds. So it
+Python runs this file before each command, even before `import torch`, which takes seconds. So it
 handles what a user may do at any time: press Ctrl-C, or read the first lines only (`| head`).
 """
 

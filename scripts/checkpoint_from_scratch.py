@@ -168,9 +168,7 @@ class Narrator(TorchFunctionMode):
         self.operator = ""  # the running operator
         self.inputs: set[int] = set()  # addresses of its inputs
         self.owners: dict[int, str] = {}  # ticket number -> the operator that got it
-        self.line: tuple[str, str] | None = (
-            None  # (event, operator) of the line that is not ended yet
-        )
+        self.line: tuple[str, str] | None = None  # (event, operator) of the unfinished line
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Run `func` and note its inputs and result. torch calls this instead of every function on

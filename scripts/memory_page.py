@@ -84,7 +84,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 class Labels:
     """Numbers for the labels of storages. Equal blocks have equal storages that differ only in the
     block's number: so "<+0>" stands for that number in a label, and "<+1>" for the next block's.
-    Each label is there once: looking up a new one adds it."""
+    Each label exists once: looking up a new one adds it."""
 
     def __init__(self) -> None:
         self.operators, self.lines, self.storages = numbers(), numbers(), numbers()

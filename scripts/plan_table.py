@@ -3,7 +3,7 @@
 Three searches find them: the table of policies (`policy_table`), the longest sequence
 (`longest_sequence`) and the fastest micro-batch (`search_settings`). `--at-peak` lists by name what
 is alive at a peak. That is some hundred tensors. But blocks are equal, so the tensors make a few
-dozen groups (`group_of` in planner/record.py), and the largest nine groups are nearly everything.
+dozen groups (`group_of` in planner/record.py), and the largest nine groups take nearly all bytes.
 """
 
 import argparse
@@ -342,7 +342,7 @@ def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
     one."""
     first, n = storages[0], len(storages)
     equal = len({(storage.shape, storage.dtype) for storage in storages}) == 1
-    # The line that made most of them. A group of all weights, say, has none.
+    # The line that made most of the storages. A group of, say, all weights has none.
     line = "" if n > 1 and first.kind in ALIKE else mode(storage.line for storage in storages)
     return {
         "name": first.name if n == 1 else name,

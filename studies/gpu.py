@@ -241,10 +241,10 @@ def rescued_step(bench: Bench, policy: str, in_holes: bool) -> Values:
     """Measure steps of 12 sequences (2 on a CPU) with free memory halfway between the peak of the
     policy and that of full."""
     args = bench.args(f"--batch-size {bench.pick(12, 2)}", policy)
-    question = bench.ask(args)
-    peaks = [question.planner.step(args.batch_size, recompute=way).peak for way in (policy, "full")]
+    request = bench.ask(args)
+    peaks = [request.planner.step(args.batch_size, recompute=name).peak for name in (policy, "full")]
     run = make_run(args, bench.device)
-    run.run_info, run.next_policy = {"config": {}}, partial(next_policy, question)
+    run.run_info, run.next_policy = {"config": {}}, partial(next_policy, request)
     timed_step(run, WARM_UP)
     before = 1000 * timed_step(run, args.steps)
     with shortage(bench, run.step + 1, sum(peaks) // 2, in_holes) as begun:

@@ -220,10 +220,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("table", choices=TABLES, metavar="NAME", help=" or ".join(TABLES))
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write raw numbers there")
     args = parser.parse_args(argv)
-    make, write, rows = TABLES[args.table]
-    made = [make(row) for row in tqdm(rows, unit="row", leave=False, disable=None)]
-    print(write(made))
-    write_json(args.json, about("studies.tables", argv) | {"rows": made})
+    make, format_rows, keys = TABLES[args.table]
+    results = [make(row) for row in tqdm(keys, unit="row", leave=False, disable=None)]
+    print(format_rows(results))
+    write_json(args.json, about("studies.tables", argv) | {"rows": results})
 
 
 if __name__ == "__main__":

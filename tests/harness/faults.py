@@ -91,7 +91,7 @@ def infinite_loss(run: Run) -> Any:
 
 
 class Injected(Exception):
-    """Stands for a bug somewhere."""
+    """An error that stands for a bug."""
 
 
 def raising(error: Exception) -> Callable[..., Any]:
