@@ -187,8 +187,8 @@ class MiniGPT(nn.Module):
         # forward calls these three functions. memory/ puts wrappers around them.
         self.blocks_with_recompute = blocks_with_recompute
         self.embed, self.head_loss = embed, head_loss
-        if hasattr(TECHNIQUES, "compose"):
-            TECHNIQUES.compose(self)
+        if hasattr(TECHNIQUES, "apply_techniques"):
+            TECHNIQUES.apply_techniques(self)
         self.init_weights()
 
     def forward(

@@ -76,7 +76,7 @@ class DDPProcess(Torchrun):
         self.averages, self.is_armed = now, False
         return nullcontext() if now else self.wrapper.no_sync()
 
-    def can_retry(self) -> bool:
+    def can_retry_alone(self) -> bool:
         # The other processes wait for my gradients, however often I try and with any policy. But
         # once it is armed, DDP sends gradients during backward, and they cannot be sent twice. And
         # if memory ran out while DDP made its buckets, some gradients are not in a bucket: they are

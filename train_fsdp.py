@@ -57,7 +57,8 @@ class FSDPProcess(DDPProcess):
     """
 
     script, default_checkpoint_path = "train_fsdp.py", "checkpoints/minigpt_fsdp.pt"
-    # (Gradients do travel in backward, but `can_retry` is False anyway: no rehearsal would help.)
+    # (Gradients do travel in backward, but `can_retry_alone` is False anyway: no rehearsal would
+    # help.)
     gradients_persist = has_own_policy = reduces_in_backward = False
 
     def __init__(self, args: argparse.Namespace):
@@ -120,7 +121,7 @@ class FSDPProcess(DDPProcess):
 
     clear_gradients = OneProcess.clear_gradients  # (only DDP has buckets)
 
-    def can_retry(self) -> bool:
+    def can_retry_alone(self) -> bool:
         return False  # forward gathers weights, and the other processes have gone on
 
     def full_state_dict(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from trainer.optimizer import update_if_finite
 from trainer.process import OneProcess
 from trainer.report import log_overdue, log_record, make_record
 from trainer.run import Run, retry_with_less_memory, save, save_is_asked
-from trainer.setup import start_log
+from trainer.setup import archive_and_open_logs
 from trainer.shutdown import Signals, SkippedUpdates, nan_if_infinite, run_safely
 from trainer.snapshot import sibling_path
 
@@ -183,13 +183,13 @@ def train(run: Run) -> dict[str, Any]:
     """
     args, process, clock = run.args, run.process, run.clock
     with clock.paused("set up"):
-        start_log(run)
+        archive_and_open_logs(run)
         hide_bar = process.rank > 0 or not sys.stderr.isatty()
         bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
         if run.step == 0 and args.init_from is not None:  # the loss to improve on
             process.print0(f"before   val {format_validation(evaluate(run))}")
         run.model.train()
-    record = run.pending_record
+    record = run.resumed_record
     if record:  # the resumed run ended after saving this step and before logging it
         evaluate_and_log(run, record, is_due(run.step, args.eval_interval, args.num_steps))
     skipped = SkippedUpdates(run)

@@ -102,7 +102,7 @@ class SPProcess(FSDPProcess):
             self.sequence.stop_sharding()
             return forward(ids, **kwargs)
         # Shard only after shifting: my last label is the next rank's first token.
-        mine, has_label = self.sequence.shard(ids.size(1)), labels != -100
+        mine, has_label = self.sequence.start_sharding(ids.size(1)), labels != -100
         # The position of my first token is `start`. (Attention sees whole sequences: there, in
         # `attend`, rotary positions begin with 0.)
         loss = forward(ids[:, mine], labels[:, mine], start=mine.start)

@@ -63,7 +63,7 @@ class TextCorpus:
             n += 1
         return n
 
-    def documents_of(self, split: str) -> Iterator[Iterator[str]]:
+    def iter_document_chunks(self, split: str) -> Iterator[Iterator[str]]:
         """Yield the documents of "train" or "val", each as chunks of text. data/README.md states
         the rule."""
         if self.val:
@@ -116,7 +116,7 @@ class TextCorpus:
             f"training a BPE of {self.vocab_size} ids on the training text (its first 10 MB at "
             "most)"
         )
-        text = chain.from_iterable(self.documents_of("train"))
+        text = chain.from_iterable(self.iter_document_chunks("train"))
         ranks = train_bpe(up_to(BPE_TRAINING_CHARS, text), self.vocab_size)
         (folder / RANKS).write_text(format_ranks(ranks))
         return {"tokenizer": "bpe", "vocab_size": len(ranks) + 1}  # with <|endoftext|>
@@ -130,7 +130,7 @@ class TextCorpus:
         with tqdm(total=n_bytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:
 
             def encode(split: str) -> Iterator[np.ndarray]:
-                for document in self.documents_of(split):
+                for document in self.iter_document_chunks(split):
                     yield np.array([tokenizer.eot_id])
                     for chunk in document:
                         yield tokenizer.encode(chunk)

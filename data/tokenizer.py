@@ -293,7 +293,7 @@ def _installed_gpt2() -> dict[bytes, int] | None:
         return None
     encoder = json.loads(content)
     del encoder[EOT]
-    return ranks_by_bytes(encoder)
+    return vocab_to_ranks(encoder)
 
 
 def byte_characters() -> list[str]:
@@ -304,7 +304,7 @@ def byte_characters() -> list[str]:
     return [chr(byte if byte in plain else next(other)) for byte in range(256)]
 
 
-def ranks_by_bytes(vocabulary: dict[str, int]) -> dict[bytes, int]:
+def vocab_to_ranks(vocabulary: dict[str, int]) -> dict[bytes, int]:
     """Turn the vocabulary of an encoder.json or tokenizer.json, "Ġthe" -> id, into ranks, b" the"
     -> id. Raises KeyError for a character that spells no byte."""
     byte_of = {char: byte for byte, char in enumerate(byte_characters())}

@@ -23,7 +23,7 @@ from .tokenizer import (
     Tokenizer,
     byte_characters,
     errors_as_data_errors,
-    ranks_by_bytes,
+    vocab_to_ranks,
 )
 
 CHARACTERS = byte_characters()
@@ -35,7 +35,7 @@ NAMES = {  # fingerprint of a vocabulary -> its --tokenizer-name
     "3fb4c8efa8f8fd2bd611dbb9f00c189db5aed123a4f9833469abf037114e236e": "gpt2",
     "22e4053a3829f659111a1119339d9bddff243d8dac496cace7103ed9b720db23": "byte",
 }
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+BYTE_LEVEL_CONFIG = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 
 def spelled(token: bytes) -> str:
@@ -66,7 +66,7 @@ def list_merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
 
 def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the content of a tokenizer.json that gives the ids of `tokenizer` for any text."""
-    pre_tokenizer: dict[str, Any] = BYTE_LEVEL | {"use_regex": True}
+    pre_tokenizer: dict[str, Any] = BYTE_LEVEL_CONFIG | {"use_regex": True}
     # tiktoken's quantifiers are possessive ("++") for speed. Not every engine knows them, and the
     # words are the same without.
     pattern = re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", tokenizer.pattern)
@@ -74,7 +74,7 @@ def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
         # tiktoken's `$` is the end of the text. In other engines it is also the end of a line.
         regex = {"Regex": pattern.replace("$", r"\z")}
         split = {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
-        byte_level = BYTE_LEVEL | {"use_regex": False}
+        byte_level = BYTE_LEVEL_CONFIG | {"use_regex": False}
         pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, byte_level]}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
@@ -86,7 +86,7 @@ def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
             {"id": number, "content": text, **flags, "special": True} for text, number in special
         ],
         "pre_tokenizer": pre_tokenizer,
-        "decoder": BYTE_LEVEL | {"use_regex": True},
+        "decoder": BYTE_LEVEL_CONFIG | {"use_regex": True},
         "model": {
             "type": "BPE",
             **dict.fromkeys(("dropout", "unk_token")),
@@ -115,7 +115,9 @@ def read_folder(folder: Path) -> Tokenizer | None:
         with errors_as_data_errors(vocabulary, "tokenizer of transformers"):
             pairs = re.findall("^(?!#version).+", merges.read_text(encoding="utf-8"), re.M)
             model = {"vocab": json.loads(vocabulary.read_bytes()), "merges": pairs}
-            return from_json({"model": model, "pre_tokenizer": BYTE_LEVEL, "added_tokens": []})
+            return from_json(
+                {"model": model, "pre_tokenizer": BYTE_LEVEL_CONFIG, "added_tokens": []}
+            )
     return None
 
 
@@ -142,7 +144,7 @@ def from_json(content: dict[str, Any]) -> Tokenizer:
     if EOT not in ids:
         raise DataError(f"it has no {EOT}, which stands between documents here")
     special = {EOT: ids.pop(EOT)}
-    ranks = ranks_by_bytes(ids)
+    ranks = vocab_to_ranks(ids)
     tokenizer = Tokenizer("bpe", ranks, GPT2_PATTERN, special)
     merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
     is_complete = len(merges) == len(ranks) - 256 or model.get("ignore_merges")

@@ -14,18 +14,18 @@ from .offload import PinnedPool
 from .policies import (
     POLICIES,
     RECOMPUTE_POLICIES,
+    BlockCalls,
     RecomputePlan,
-    RecomputeSchedule,
-    format_recompute,
+    format_recompute_plan,
     normalized_recompute,
-    parse_recompute,
+    parse_recompute_plan,
     recompute_plan,
 )
 
 
-def compose(model: Any) -> None:
+def apply_techniques(model: Any) -> None:
     """Wrap three functions of a model.MiniGPT in techniques: `blocks_with_recompute`, `embed` and
     `head_loss`."""
-    model.blocks_with_recompute = RecomputeSchedule(model.blocks_with_recompute)
+    model.blocks_with_recompute = BlockCalls(model.blocks_with_recompute)
     model.embed = partial(embed_tied, plain=model.embed)
     model.head_loss = partial(head_loss, plain=model.head_loss)

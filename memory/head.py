@@ -45,13 +45,13 @@ def parse_release(version: str) -> tuple[int, ...]:
 # Whether a low-precision matmul can add to a float32 matrix: torch.addmm can with out_dtype, from
 # 2.11 on (pytorch#167931), but not on AMD's GPUs.
 HAS_ADDMM_OUT_DTYPE = parse_release(torch.__version__) >= (2, 11) and torch.version.hip is None
-EmbedFunction = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
-LossFunction = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-SoftmaxFunction = Callable[[Tensor, Tensor, bool], Tensor]  # `target_log_prob_`, plain or compiled
+EmbedCallable = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
+LossCallable = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+SoftmaxCallable = Callable[[Tensor, Tensor, bool], Tensor]  # `target_log_prob_`, plain or compiled
 
 
 def embed_tied(
-    embedding: nn.Embedding, ids: Tensor, plain: EmbedFunction, row_by_row: bool | None = None
+    embedding: nn.Embedding, ids: Tensor, plain: EmbedCallable, row_by_row: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """Look up ids (B, T) int64: return their vectors (B, T, C), and the weight (V, C) for the head.
 
@@ -104,17 +104,17 @@ class TiedEmbeddingFunction(torch.autograd.Function):
         return grad_weight, None, None
 
 
-def target_log_prob_(logits: Tensor, target: Tensor, wants_gradient: bool) -> Tensor:
+def target_log_prob_(logits: Tensor, target: Tensor, write_softmax: bool) -> Tensor:
     """Return the log-likelihood (r, 1) of the `target` ids (r, 1) for `logits` (r, V).
 
-    If `wants_gradient`, `logits` afterwards contain the softmax, else undefined values.
+    If `write_softmax`, `logits` afterwards contain the softmax, else undefined values.
     """
     # A sum over the vocabulary needs float32. For float32 and float64 `exact` is `logits` itself.
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # CPU and CUDA kernels read a row before they write it, so `out` may be the input. MPS: unknown.
     exact = torch.log_softmax(exact, 1, out=None if logits.is_mps else exact)
     found = exact.gather(1, target)
-    if wants_gradient:
+    if write_softmax:
         # A compiler fuses these operators. It does not support an `out` with other strides.
         if torch.compiler.is_compiling() or logits.is_mps:
             logits.copy_(exact.exp())
@@ -126,7 +126,7 @@ def target_log_prob_(logits: Tensor, target: Tensor, wants_gradient: bool) -> Te
 
 
 @cache
-def compiled_target_log_prob() -> SoftmaxFunction:
+def compiled_target_log_prob() -> SoftmaxCallable:
     """Return `target_log_prob_` as compiled code."""
     return torch.compile(target_log_prob_)
 
@@ -136,7 +136,7 @@ def head_loss(
     weight: Tensor,
     labels: Tensor,
     n_chunks: int,
-    plain: LossFunction,
+    plain: LossCallable,
     compiled: bool = False,
 ) -> Tensor:
     """Return the mean cross-entropy of the head's logits, in nats, a scalar.
@@ -206,7 +206,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: SoftmaxFunction
+        ctx, x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: SoftmaxCallable
     ) -> Tensor:
         gradients = torch.empty_like(x), torch.zeros_like(weight)
         total, count = loss_by_chunks(x, weight, labels, n_chunks, softmax, gradients)
@@ -226,7 +226,7 @@ def loss_by_chunks(
     weight: Tensor,
     labels: Tensor,
     n_chunks: int,
-    softmax: SoftmaxFunction,
+    softmax: SoftmaxCallable,
     gradients: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of the losses in nats, and the number of tokens that count, both scalars.
@@ -239,7 +239,7 @@ def loss_by_chunks(
     logits, and all chunks use the same buffer.
     """
     N, V = len(x), len(weight)
-    cast_weight = cast_like_autocast(weight)  # (V + padding, C)
+    cast_weight = cast_and_pad(weight)  # (V + padding, C)
     dtype = cast_weight.dtype
     n = math.ceil(N / count_chunks(N, V, n_chunks, dtype.itemsize))
     r = softmax_slice_rows(n, V)
@@ -269,7 +269,7 @@ def loss_by_chunks(
     return total, count
 
 
-def cast_like_autocast(weight: Tensor) -> Tensor:
+def cast_and_pad(weight: Tensor) -> Tensor:
     """Return `weight` (V, C), or under autocast its low-precision copy (V + padding, C).
 
     Autocast would make such a copy for each matmul; here one copy serves all. It ends in rows of

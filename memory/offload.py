@@ -43,7 +43,8 @@ MAX_COPIES_IN_FLIGHT = 2  # tensors that may be on their way out before the comp
 
 
 class PinnedPool:
-    """A pool of host buffers in CPU memory: `acquire` lends buffers, `release` gets them back.
+    """A pool of host buffers in CPU memory: `acquire_buffers` lends buffers, `release_buffers` gets
+    them back.
 
     The pool outlives a step, because pinning takes milliseconds for each buffer. torch pins buffers
     of 2^n bytes only. So a tensor is split over several buffers: 532 MiB over 512 + 16 + 4.
@@ -54,7 +55,7 @@ class PinnedPool:
         self.buffers: list[Tensor] = []  # all host buffers, uint8
         self.free_buffers: dict[int, list[Tensor]] = {}  # bytes -> the free buffers of that size
 
-    def acquire(self, like: Tensor) -> list[Tensor]:
+    def acquire_buffers(self, like: Tensor) -> list[Tensor]:
         """Return host buffers for the 1-D `like`. Raises MemoryError if no more can be pinned."""
         pinned = like.device.type == "cuda"  # unpinned memory cannot be copied beside computation
         blocks: list[Tensor] = []
@@ -62,7 +63,7 @@ class PinnedPool:
             for size in buffer_sizes(like.nbytes):
                 blocks.append(self.reuse_or_allocate(size, pinned))
         except RuntimeError as error:
-            self.release(blocks)
+            self.release_buffers(blocks)
             if not pinned or "out of memory" not in str(error):
                 raise
             more = f"{like.nbytes / 2**20:,.0f} MiB more of pinned CPU memory"
@@ -78,7 +79,7 @@ class PinnedPool:
         self.buffers.append(block)
         return block
 
-    def release(self, buffers: list[Tensor]) -> None:
+    def release_buffers(self, buffers: list[Tensor]) -> None:
         """Return host buffers to the pool."""
         for block in buffers:
             self.free_buffers.setdefault(block.nbytes, []).append(block)
@@ -95,7 +96,7 @@ def buffer_sizes(n: int) -> list[int]:
     return [unit << i for i in reversed(range(units.bit_length())) if units >> i & 1]
 
 
-def padded_nbytes(n: int) -> int:
+def pinned_nbytes(n: int) -> int:
     """Return the bytes of all host buffers for `n` bytes."""
     return sum(buffer_sizes(n))
 
@@ -158,7 +159,9 @@ class Offload:
         if ticket is None:
             flat = (storage.nbytes() // tensor.itemsize,)
             whole = tensor.detach().as_strided(flat, (1,), 0)  # detach: do not hold the graph
-            ticket = tickets[key] = OffloadedStorage(whole, self.pool, self.pool.acquire(whole))
+            ticket = tickets[key] = OffloadedStorage(
+                whole, self.pool, self.pool.acquire_buffers(whole)
+            )
             self.in_flight.append((whole, ticket.sent))
             self.wait_for_copies(MAX_COPIES_IN_FLIGHT)
         return ticket, tensor.size(), tensor.stride(), tensor.storage_offset()
@@ -202,8 +205,8 @@ class OffloadedStorage:
         self.numel, self.dtype = whole.numel(), whole.dtype
         self.back: Tensor | None = None  # the copy on the device, complete or on its way
         self.streams = copy_streams(self.device)
-        # Wait for the compute stream. It computes the tensor, and it has waited (in `acquire` or
-        # `__del__`) for the last copy that read these host buffers.
+        # Wait for the compute stream. It computes the tensor, and it has waited (in
+        # `acquire_buffers` or `__del__`) for the last copy that read these host buffers.
         self.streams.out.wait_stream(self.streams.compute_stream())
         self.sent = self.streams.copy(self.streams.out, split_over_buffers(whole, buffers))
 
@@ -232,7 +235,7 @@ class OffloadedStorage:
         # The copy back may still run if backward failed before it took the storage.
         if self.back is not None:
             self.computing.wait_event(self.arrived)
-        self.pool.release(self.buffers)
+        self.pool.release_buffers(self.buffers)
 
 
 # Live tickets of one block or group, by (storage, version, dtype).

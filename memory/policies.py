@@ -122,7 +122,7 @@ CHUNK_MULTIPLE = 64  # tokens: the length of a chunk is a multiple of it
 #
 # `chunk_sizes` maps the number of tokens of a sequence to the numbers of tokens of its chunks.
 # Backward recomputes the MLP half chunk by chunk. None: the sequence is one chunk.
-ChunkSizes = Callable[[int], list[int]] | None
+ChunkSizesFn = Callable[[int], list[int]] | None
 
 
 def cheap(block: Any, x: Tensor) -> Tensor:
@@ -142,12 +142,12 @@ def cheap(block: Any, x: Tensor) -> Tensor:
     return block.add_residuals(x, attention, feed_forward)
 
 
-def recompute_mlp(block: Any, x: Tensor, chunk_sizes: ChunkSizes = None) -> Tensor:
+def recompute_mlp(block: Any, x: Tensor, chunk_sizes: ChunkSizesFn = None) -> Tensor:
     """Recompute the MLP half. Megatron-LM: --recompute-modules mlp."""
     return block.add_residuals(x, block.attention, checkpointed_mlp(block, chunk_sizes))
 
 
-def checkpointed_mlp(block: Any, chunk_sizes: ChunkSizes) -> Callable[[Tensor], Tensor]:
+def checkpointed_mlp(block: Any, chunk_sizes: ChunkSizesFn) -> Callable[[Tensor], Tensor]:
     """Return a function (B, T, C) -> (B, T, C): the MLP half in an activation checkpoint.
 
     With `chunk_sizes` each chunk of tokens has its own checkpoint. Backward then recomputes one
@@ -239,15 +239,15 @@ MATMUL_OPS = [
 # From 2.14 on this argument of torch's checkpoint decides whether hooks see those results. Without
 # it torch warns that they will see them by default one day. Offload would then move more than the
 # planner predicts.
-KNOWS_HOOKS = "respect_saved_tensors_hooks" in signature(torch_checkpoint).parameters
-HIDDEN_FROM_HOOKS = {"respect_saved_tensors_hooks": False} if KNOWS_HOOKS else {}
+HAS_RESPECT_HOOKS = "respect_saved_tensors_hooks" in signature(torch_checkpoint).parameters
+HIDDEN_FROM_HOOKS = {"respect_saved_tensors_hooks": False} if HAS_RESPECT_HOOKS else {}
 
 
 def keep_results_of(operators: list) -> Callable[..., Tensor]:
     """Return a policy that keeps x and the results of `operators`, and recomputes the rest."""
     contexts = partial(create_selective_checkpoint_contexts, operators)
 
-    def run(block: Any, x: Tensor, chunk_sizes: ChunkSizes = None) -> Tensor:
+    def run(block: Any, x: Tensor, chunk_sizes: ChunkSizesFn = None) -> Tensor:
         has_dropout, attention = block_has_dropout(block), block.attention
         # In compiled code each operator that draws numbers has an RNG state of its own.
         if has_dropout and not torch.compiler.is_compiling():
@@ -304,10 +304,10 @@ class Policy(NamedTuple):
     planner/formulas.py has the bytes of each name.
     """
 
-    keeps: str  # tensors of a block
+    saved_tensors: str  # tensors of a block
     # Matmuls, and attention, that backward repeats. With dropout a policy that repeats c_fc and
     # keeps no mask also repeats the last matmul.
-    recomputed_matmuls: str
+    recomputed_ops: str
     description: str  # the description for users
     forward: Callable[..., Tensor] | None = None  # (block, x) -> x; None: model.py does it
     by_operator: bool = False  # keeps attention's result only if one operator makes it
@@ -351,7 +351,8 @@ STRING = re.compile(
 
 
 class RecomputePlan(NamedTuple):
-    """The meaning of a policy string for a model; see `parse_recompute` and `format_recompute`."""
+    """The meaning of a policy string for a model; see `parse_recompute_plan` and
+    `format_recompute_plan`."""
 
     policies: tuple[str, ...]  # one for each block
     group_size: int = 1  # number of blocks in each shared checkpoint; only `full` blocks share one
@@ -364,7 +365,7 @@ class RecomputePlan(NamedTuple):
         return any(POLICIES[policy].supports_mlp_chunks for policy in self.policies)
 
     @property
-    def block_groups(self) -> list[tuple[str, int]]:
+    def checkpoint_groups(self) -> list[tuple[str, int]]:
         """Return (policy, number of blocks) of each call in MiniGPT.forward.
 
         One call runs one block, or a group of blocks that share a checkpoint.
@@ -376,7 +377,7 @@ class RecomputePlan(NamedTuple):
 
 
 @cache
-def parse_recompute(text: str, n_layers: int) -> RecomputePlan:
+def parse_recompute_plan(text: str, n_layers: int) -> RecomputePlan:
     """Parse a policy string for a model of `n_layers` blocks.
 
     `full`       this policy in all blocks
@@ -414,15 +415,15 @@ def parse_recompute(text: str, n_layers: int) -> RecomputePlan:
 
 def recompute_plan(config: Any) -> RecomputePlan:
     """Parse the policy string of a model.MiniGPTConfig."""
-    return parse_recompute(config.recompute, config.n_layers)
+    return parse_recompute_plan(config.recompute, config.n_layers)
 
 
 def normalized_recompute(config: Any) -> str:
     """Return the shortest policy string that means the same as the string of the config."""
-    return format_recompute(recompute_plan(config))
+    return format_recompute_plan(recompute_plan(config))
 
 
-def format_recompute(recompute: RecomputePlan) -> str:
+def format_recompute_plan(recompute: RecomputePlan) -> str:
     """Return the shortest policy string for `recompute`. Raises ValueError if none exists."""
     policies, group, nested, offload = recompute
     first, rest = policies[0], policies[-1]
@@ -436,7 +437,7 @@ def format_recompute(recompute: RecomputePlan) -> str:
 
 
 # (function of x that runs a block or a group; whether MiniGPT.forward checkpoints that function)
-ScheduledCall = tuple[Callable[..., Tensor], bool]
+BlockCall = tuple[Callable[..., Tensor], bool]
 
 
 @cache  # always the same object: torch.compile would compile a second, equal one again
@@ -451,18 +452,18 @@ def block_policy(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tenso
     )
 
 
-class RecomputeSchedule:
+class BlockCalls:
     """The calls of MiniGPT.forward, in order: each block or group, as `config.recompute` says.
 
     Evaluation recomputes nothing.
     """
 
-    def __init__(self, plain: Callable[[Any], Iterable[ScheduledCall]]):
+    def __init__(self, plain: Callable[[Any], Iterable[BlockCall]]):
         """Wrap `plain`, the function of model.py, which knows the policies `none` and `full`."""
         self.plain = plain
         self.offload_pool = PinnedPool()  # offload copies to it
 
-    def __call__(self, model: Any) -> Iterable[ScheduledCall]:
+    def __call__(self, model: Any) -> Iterable[BlockCall]:
         """Return pairs (function, whether to checkpoint it) for the loop of MiniGPT.forward."""
         config = model.config
         # `activation_checkpoint` replaces torch's checkpoint where that ignores the RNG.
@@ -470,25 +471,26 @@ class RecomputeSchedule:
         known = config.recompute in ("none", "full") and config.mlp_chunks == 1 and not redraws
         return self.plain(model) if known or not model.training else self.calls(model, redraws)
 
-    def calls(self, model: Any, redraws: bool) -> Iterator[ScheduledCall]:
-        """Yield the pairs for any policy string. `redraws`: torch's checkpoint ignores the RNG."""
+    def calls(self, model: Any, loses_rng: bool) -> Iterator[BlockCall]:
+        """Yield the pairs for any policy string. `loses_rng`: torch's checkpoint ignores the RNG.
+        """
         config, blocks, offload = model.config, iter(model.blocks), Offload(self.offload_pool)
         plan = recompute_plan(config)
         try:
-            for i, (policy, size) in enumerate(plan.block_groups):
+            for i, (policy, size) in enumerate(plan.checkpoint_groups):
                 group, is_full = list(islice(blocks, size)), policy == "full"
                 run = group[0] if size == 1 else partial(as_one_block, group, plan.nested)
                 if policy_function := block_policy(policy, config.d_ff, config.mlp_chunks):
                     run = partial(run, policy=policy_function)
                 # Checkpoint here, not in MiniGPT.forward, for the RNG (see `__call__`) and for
                 # offload: its hooks see a checkpoint's input only if they are around it.
-                if is_full and (plan.offload or redraws):
+                if is_full and (plan.offload or loses_rng):
                     run = partial(activation_checkpoint, run, has_dropout=config.dropout > 0)
                     is_full = False
                 if plan.offload:
                     # Move nothing of the last call: its backward comes first, so all of it would
                     # come straight back.
-                    moves = policy != "none" and i + 1 < len(plan.block_groups)
+                    moves = policy != "none" and i + 1 < len(plan.checkpoint_groups)
                     run = offload.wrap(run, moves, group)
                 yield run, is_full
         finally:

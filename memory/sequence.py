@@ -41,7 +41,7 @@ class SequenceShard:
         self.heads = split_evenly(n_heads, world_size)  # the number of each rank
         self.tokens: list[int] = []  # the number of each rank; empty: each has whole sequences
 
-    def shard(self, T: int) -> slice:
+    def start_sharding(self, T: int) -> slice:
         """Share sequences of `T` tokens from now on; return the slice of this rank's tokens."""
         self.tokens = split_evenly(T, len(self.heads))
         return slice(self.token_offset, self.token_offset + self.tokens[self.rank])

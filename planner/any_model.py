@@ -92,7 +92,7 @@ def plan_step(
     ):
         if is_wrong:
             raise ValueError(message)
-    fake = FakeFloats(allow_non_fake_inputs=True)  # unregistered tensors stay real
+    fake = FakeModeWithRealInts(allow_non_fake_inputs=True)  # unregistered tensors stay real
     leaves = [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
     with fake:
         copies = {id(leaf): copy_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
@@ -182,7 +182,7 @@ def copy_of(tensor: Tensor) -> Tensor:
     return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 
-class FakeFloats(FakeTensorMode):
+class FakeModeWithRealInts(FakeTensorMode):
     """Fake tensor mode in which integer tensors are real if they depend on integer tensors only.
 
     Such tensors are small, and models branch on their values: does this mask contain padding, do

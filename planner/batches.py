@@ -30,7 +30,7 @@ def largest_batch(
     """
     outside, heads = [], []
     for step in (one, two):
-        head_ops = step.phase("head")
+        head_ops = step.phase_slice("head")
         padding = (step.host_bytes - sum(step.offloaded_sizes)) * on_cpu
         heads.append(step.total[head_ops].max() - padding - head(step.batch_size))
         outside.append(np.append(ops_outside_head(step) - padding, heads[-1]))
@@ -52,4 +52,4 @@ def largest_batch(
 
 def ops_outside_head(step: StepMemory) -> np.ndarray:
     """Return the bytes after each operator outside the head: (operators,) int64."""
-    return np.delete(step.total, step.phase("head"))
+    return np.delete(step.total, step.phase_slice("head"))

@@ -124,7 +124,9 @@ def normalize_name(name: str) -> str:
 
 
 THIS_MACHINE = "this-machine"  # a value of --card: measure the device
-NAMED = {normalize_name(name): ALIASES.get(name, name) for name in (*CARDS, *ALIASES, THIS_MACHINE)}
+CANONICAL_NAMES = {
+    normalize_name(name): ALIASES.get(name, name) for name in (*CARDS, *ALIASES, THIS_MACHINE)
+}
 
 
 def card_name(text: str) -> str:
@@ -134,7 +136,7 @@ def card_name(text: str) -> str:
     torch.cuda.get_device_name() returns. Raises ArgumentTypeError if the text means no card, or may
     mean several. The message is one line with all names.
     """
-    if normalize_name(text) not in NAMED:
+    if normalize_name(text) not in CANONICAL_NAMES:
         similar = [
             name
             for name in CARDS
@@ -145,7 +147,7 @@ def card_name(text: str) -> str:
             f"unknown card {text!r}; {hint}known: {', '.join(CARDS)}; or {THIS_MACHINE}, measured; "
             "of any other, --device cuda --memory-budget 16GiB tells what fits"
         )
-    return NAMED[normalize_name(text)]
+    return CANONICAL_NAMES[normalize_name(text)]
 
 
 def find_card(device_name: str, memory: int) -> Card | None:
@@ -154,11 +156,11 @@ def find_card(device_name: str, memory: int) -> Card | None:
     A laptop's GPU, a part of a GPU (MIG) and other variants are other cards. So is an RTX 3060 of
     8 GB.
     """
-    card = CARDS.get(NAMED.get(normalize_name(device_name), ""))
+    card = CARDS.get(CANONICAL_NAMES.get(normalize_name(device_name), ""))
     return card if card and 0.85 < memory / card.memory < 1.15 else None
 
 
-def clock_card(args: argparse.Namespace, device: torch.device) -> Card | None:
+def choose_card(args: argparse.Namespace, device: torch.device) -> Card | None:
     """Return the card to estimate seconds for; None if it is unknown.
 
     `args`: a trainer's flags. --card names the card; without it, it is this machine's CUDA GPU if

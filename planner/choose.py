@@ -67,7 +67,7 @@ def candidates(planner: Planner, batch_size: int, card: Card | None = None) -> l
         replayed = recompute_cost(step.config, step.seq_len)
         return (*((step.seconds(card),) if card else replayed), step.peak)
 
-    names = policy_strings(planner.config.n_layers, uniform_steps(planner))
+    names = policy_strings(planner.config.n_layers, uniform_policies(planner))
     steps = [planner.step(batch_size, recompute=name) for name in names]
     return sorted(steps, key=cost)
 
@@ -85,7 +85,7 @@ def pareto_frontier(steps: list[StepMemory]) -> list[StepMemory]:
     return frontier
 
 
-def uniform_steps(planner: Planner) -> list[str]:
+def uniform_policies(planner: Planner) -> list[str]:
     """Return the policies of UNIFORM_POLICIES that suit the planner's device and sharding.
 
     Sharded weights are gathered block by block, so groups of blocks are left out. Without fused

@@ -75,8 +75,8 @@ def closed_form(
         "results": 2 * a * N * C,
     }
     kept_bytes = 0
-    for policy, _ in recompute_plan(config).block_groups:
-        kept_bytes += sum(sizes[name] for name in POLICIES[policy].keeps.split())
+    for policy, _ in recompute_plan(config).checkpoint_groups:
+        kept_bytes += sum(sizes[name] for name in POLICIES[policy].saved_tensors.split())
     return {
         "parameters": 4 * P,
         "gradients": 4 * P,
@@ -155,7 +155,7 @@ def flops_per_token(
     flops = {"c_attn": 6 * C * C, "attention": 2 * seq_len * C, "c_proj": 2 * C * C, "c_fc": linear}
     before_last = sum(sizes_of_chunks(seq_len, F, config.mlp_chunks)[:-1]) / max(seq_len, 1)
     recomputed: float = 0
-    for policy, blocks in recompute_plan(config).block_groups:
+    for policy, blocks in recompute_plan(config).checkpoint_groups:
         keeps, matmuls = (names.split() for names in POLICIES[policy][:2])
         # A group's recomputation runs all its blocks to their ends, but stops early in the last.
         # In a nested group it leaves out the last block; then each block recomputes itself alone,

@@ -64,11 +64,11 @@ PhaseMark = tuple[int, str, int | None]
 
 
 class Op(NamedTuple):
-    """An operator that ran. A view has no name; only its `place` and `site` are set."""
+    """An operator that ran. A view has no name; only its `place` and `call_site` are set."""
 
     name: str
     place: PhaseMark
-    site: CallSite = UNKNOWN_SITE
+    call_site: CallSite = UNKNOWN_SITE
     inputs: tuple[tuple[str, Storage], ...] = ()  # (argument, storage)
     outputs: tuple[tuple[int, Storage], ...] = ()  # (index of the result, new storage)
     bytes: int = 0  # number of bytes that it reads and writes
@@ -155,7 +155,10 @@ class OpRecorder(TorchDispatchMode):
         writes = {(s, int(results[i].storage_offset())): extent(results[i]) for i, s in outputs}
         for parameter in schema.parameters:
             for tensor in tensors_in(arguments.get(parameter.name)):
-                key, size = (self.storage_of(tensor), int(tensor.storage_offset())), extent(tensor)
+                key, size = (
+                    (self.find_storage(tensor), int(tensor.storage_offset())),
+                    extent(tensor),
+                )
                 inputs.append((parameter.name, key[0]))
                 if parameter.is_table:
                     added_rows = arguments.get("src", arguments.get("source"))
@@ -225,7 +228,7 @@ class OpRecorder(TorchDispatchMode):
         storage = self.add(tensor)
         storage.kind, storage.name, storage.reason_alive = kind, name, why
 
-    def storage_of(self, tensor: Tensor) -> Storage:
+    def find_storage(self, tensor: Tensor) -> Storage:
         """Return the `Storage` of a tensor; if it was not added, a new one that does not count."""
         entry = self.known.get(tensor.untyped_storage()._cdata)
         return entry[1] if entry else new_storage(tensor, 0)

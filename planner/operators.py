@@ -15,11 +15,17 @@ from torch import Tensor
 
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of matrix products
 # operator -> name of the argument that is the left factor of its product
-LEFT_FACTOR = {"mm": "self", "bmm": "self", "addmm": "mat1", "addmm_": "mat1", "baddbmm": "batch1"}
+LEFT_MATRIX_ARGUMENT = {
+    "mm": "self",
+    "bmm": "self",
+    "addmm": "mat1",
+    "addmm_": "mat1",
+    "baddbmm": "batch1",
+}
 # operators that allocate memory and do not write it
 EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 # Operators that write their argument without reading its old values.
-OVERWRITTEN = {"copy_", "fill_", "zero_", "normal_"}
+WRITE_ONLY_OPS = {"copy_", "fill_", "zero_", "normal_"}
 # Arguments that torch declares as written. The operator only reads them, without a GradScaler.
 ONLY_READ = {("_fused_adamw_", "grads")}
 # Arguments of which an operator touches only some elements: as many as it looks up, or adds.
@@ -58,7 +64,7 @@ def signature(operator: Any) -> Signature:
     parameters = tuple(
         SchemaArgument(
             a.name,
-            is_read=not (is_written and (a.is_out or name in OVERWRITTEN)),
+            is_read=not (is_written and (a.is_out or name in WRITE_ONLY_OPS)),
             is_written=is_written and (name, a.name) not in ONLY_READ,
             is_table=(name, a.name) in TABLES,
         )
@@ -89,7 +95,7 @@ def precision_of(name: str, inputs: dict[str, Any]) -> int:
 
     `inputs`: the operator's arguments, by name.
     """
-    left = inputs.get("query", inputs.get(LEFT_FACTOR.get(name, "")))
+    left = inputs.get("query", inputs.get(LEFT_MATRIX_ARGUMENT.get(name, "")))
     precision = left.dtype if isinstance(left, Tensor) else torch.float32
     return PRECISIONS.index(precision) if precision in PRECISIONS else 0
 
@@ -99,8 +105,8 @@ def count_flops(name: str, inputs: dict[str, Any], results: list[Tensor]) -> flo
 
     `inputs`: the operator's arguments, by name.
     """
-    if name in LEFT_FACTOR:
-        return 2 * results[0].numel() * inputs[LEFT_FACTOR[name]].size(-1)
+    if name in LEFT_MATRIX_ARGUMENT:
+        return 2 * results[0].numel() * inputs[LEFT_MATRIX_ARGUMENT[name]].size(-1)
     if name in ATTENTION:
         B, H, T, D = inputs["query"].shape
         products = 5 if "backward" in name else 2

@@ -73,7 +73,7 @@ NEEDED = {
     ("_log_softmax_backward_data", "output"): "log-softmax's backward needs its output",
 }
 # kind -> why storages of this kind exist
-ALWAYS = {
+REASON_BY_KIND = {
     "parameters": "a weight: there all the time",
     "gradients": "waits for the optimizer",
     "optimizer": "what the optimizer keeps from step to step",
@@ -101,7 +101,7 @@ class StepRecord:
         return self.alive(int(self.step.total.argmax()))
 
 
-def record_of(log: OpRecorder, step: StepMemory) -> StepRecord:
+def build_step_record(log: OpRecorder, step: StepMemory) -> StepRecord:
     """Return the record of a step, with a name and a reason for each storage.
 
     `log`: the step's recorder, with call sites. `step`: its memory in bytes.
@@ -113,7 +113,7 @@ def record_of(log: OpRecorder, step: StepMemory) -> StepRecord:
         for argument, storage in op.inputs:
             reads[storage].append((op, argument))
         for i, storage in op.outputs:
-            if op.site.is_backward:
+            if op.call_site.is_backward:
                 gradients.add(storage)
             if not storage.name:
                 storage.name = name = describe(op, i, storage.dtype)
@@ -141,7 +141,7 @@ def record_of(log: OpRecorder, step: StepMemory) -> StepRecord:
 
 def is_replay(op: Op) -> bool:
     """Return whether an operator recomputes forward during backward."""
-    return op.place[1] == "backward" and not op.site.is_backward
+    return op.place[1] == "backward" and not op.call_site.is_backward
 
 
 def group_of(storage: Storage) -> tuple[str, str]:
@@ -157,7 +157,7 @@ def group_of(storage: Storage) -> tuple[str, str]:
 
 def describe(op: Op, i: int, dtype: torch.dtype) -> str:
     """Return the name of an operator's result `i`, of this dtype: "blocks.0.mlp.c_fc: output"."""
-    name, (module, line, is_backward) = op.name, op.site
+    name, (module, line, is_backward) = op.name, op.call_site
     inputs = [storage.name for _, storage in op.inputs]
     if name in OF_READ and inputs:
         return OF_READ[name].format(dtype=str(dtype).removeprefix("torch."), read=inputs[0])
@@ -200,23 +200,23 @@ def reason_alive(storage: Storage, reads: list[tuple[Op, str]], is_gradient: boo
     `reads`: (operator, argument) for each read of it. `is_gradient`: an operator of backward made
     it; a recomputation counts as forward.
     """
-    if storage.kind in ALWAYS:
-        return ALWAYS[storage.kind]
+    if storage.kind in REASON_BY_KIND:
+        return REASON_BY_KIND[storage.kind]
     backward_reads = [
         (op, argument)
         for op, argument in reads
-        if (op.place[1] == "backward" or op.site.is_backward)
+        if (op.place[1] == "backward" or op.call_site.is_backward)
         and not is_gradient
         and not (storage.replayed and is_replay(op))
     ]
     if backward_reads:
-        first, module = backward_reads[0][0], backward_reads[0][0].site.module
+        first, module = backward_reads[0][0], backward_reads[0][0].call_site.module
         if is_replay(first):
             of_module = f" of {module}" if module else ""
             return f"a replay begins with it: {first.name}{of_module}"
         for op, argument in backward_reads:
             if (op.name, argument) in NEEDED:
-                return NEEDED[op.name, argument].format(op.site.module)
+                return NEEDED[op.name, argument].format(op.call_site.module)
         if module.endswith("dropout"):
             return "dropout's backward needs its mask"
         if first.name == "mm":

@@ -42,7 +42,7 @@ class Card:
     attention: tuple[tuple[float, float], ...] | None = None
 
 
-def op_seconds(work: np.recarray, card: Card) -> np.ndarray:
+def seconds_per_op(work: np.recarray, card: Card) -> np.ndarray:
     """Return the seconds of each operator, (operators,) float64, if it runs once.
 
     `work`: (operators,) an array of WORK_DTYPE (timeline.py).

@@ -124,7 +124,7 @@ def add_shards(
 
     # The root stays until backward ends, tables until the blocks begin.
     begin, first = times["forward", None][0], times["forward", 0][0]
-    root, shards = params_in_root_group(model, in_low), params_in_root_group(own, in_low)
+    root, shards = root_group_params(model, in_low), root_group_params(own, in_low)
     size = n * sum(shard.nbytes for shard in shards)
     gather(size, begin, begin + 1 if position_tables(model) else first, begin, now)
     average(root, shards, now, now + 1, now)  # (no buffer: the freed weights leave room for it)
@@ -162,14 +162,14 @@ def share_gradients(
     """Replace full gradients by their shards after operator `end`; set the full ones to None."""
     gradients: list[Tensor] = [cast(Tensor, parameter.grad) for parameter in whole]
     gradients += [sums.pop(parameter) for parameter in {*whole} & {*sums}]
-    storages = [log.storage_of(gradient) for gradient in gradients]
+    storages = [log.find_storage(gradient) for gradient in gradients]
     gradients.clear()
     for parameter in whole:
         parameter.grad = None
     for storage in storages:
         storage.kind, storage.name, storage.died = "gradients", "whole gradient", end
     for shard in shards:
-        log.storage_of(cast(Tensor, shard.grad)).born = min(end + 1, log.n_ops)
+        log.find_storage(cast(Tensor, shard.grad)).born = min(end + 1, log.n_ops)
 
 
 def times_of(log: OpRecorder) -> dict[tuple[str, int | None], tuple[int, int, int]]:
@@ -193,7 +193,7 @@ def params_gathered_by_block(blocks: nn.Module, in_low: bool) -> list[nn.Paramet
     return [weight for layer in layers for weight in layer.parameters(recurse=False)]
 
 
-def params_in_root_group(model: MiniGPT, in_low: bool) -> list[nn.Parameter]:
+def root_group_params(model: MiniGPT, in_low: bool) -> list[nn.Parameter]:
     """Return the root group's weights: in no position table, and not gathered by a block.
 
     `in_low`: blocks are gathered in bfloat16, so their LayerNorms belong to the root group.

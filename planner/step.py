@@ -22,15 +22,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from memory import (
+    BlockCalls,
     PinnedPool,
     RecomputePlan,
-    RecomputeSchedule,
-    format_recompute,
+    format_recompute_plan,
     head,
     offload,
     recompute_plan,
 )
-from memory.offload import MIN_OFFLOAD_BYTES, padded_nbytes
+from memory.offload import MIN_OFFLOAD_BYTES, pinned_nbytes
 from memory.sequence import SequenceShard
 from model import MiniGPT, MiniGPTConfig
 
@@ -38,7 +38,7 @@ from .batches import MAX_BATCH, largest_batch, ops_outside_head
 from .formulas import head_bytes
 from .op_recorder import CallSiteTracker, OpRecorder
 from .operators import cublas_workspace_bytes, kernel_workspace_bytes
-from .record import StepRecord, record_of
+from .record import StepRecord, build_step_record
 from .shards import add_shards, make_local_model, params_gathered_by_block
 from .timeline import KINDS, Segment, StepMemory, split_into_segments
 
@@ -87,7 +87,7 @@ class Planner:
         config = self.config
         self.on_cpu = self.device_type == "cpu"
         self.sequence = SequenceShard(0, self.sp_degree, config.n_heads, no_communication)
-        self.local_seq_len = self.sequence.shard(self.seq_len).stop  # of each sequence
+        self.local_seq_len = self.sequence.start_sharding(self.seq_len).stop  # of each sequence
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
         self.few_call_steps: dict[tuple, FewCallStep] = {}
@@ -132,7 +132,7 @@ class Planner:
 
     def compose_step(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
         """Compose a step of segments from steps with few calls, all of which are equal."""
-        groups, first = recompute_plan(config).block_groups, 0
+        groups, first = recompute_plan(config).checkpoint_groups, 0
         representatives = {
             call: self.few_call_step(batch_size, config, *call) for call in {("none", 1), *groups}
         }
@@ -173,7 +173,7 @@ class Planner:
                 ends_differ = moves or self.shard_degree > 1
                 n = min(n, 3 + 2 * offload.MAX_COPIES_IN_FLIGHT * moves if ends_differ else 2)
             short_plan = RecomputePlan((policy,) * n * size, size, nested, moves)
-            short = replace(plain, n_layers=n * size, recompute=format_recompute(short_plan))
+            short = replace(plain, n_layers=n * size, recompute=format_recompute_plan(short_plan))
             frame = None if policy == "none" else self.few_call_step(batch_size, plain, "none", 1)
             segments = split_into_segments(self.run_fake_step(batch_size, short, frame), [size] * n)
             if frame is None:
@@ -237,7 +237,7 @@ class Planner:
         self.on_simulate()
         log = self.run_fake_step(batch_size, config, None, sources)
         segments = split_into_segments(
-            log, [size for _, size in recompute_plan(config).block_groups]
+            log, [size for _, size in recompute_plan(config).checkpoint_groups]
         )
         whole = [(segment, 0) for segment in segments]
         return log, StepMemory(config, batch_size, self.seq_len, whole)
@@ -248,7 +248,7 @@ class Planner:
         `memory`: changed settings of the config.
         """
         config = replace(self.config, **memory)
-        return record_of(*self.simulate(batch_size, config, CallSiteTracker(self.model)))
+        return build_step_record(*self.simulate(batch_size, config, CallSiteTracker(self.model)))
 
     def run_fake_step(
         self,
@@ -285,7 +285,7 @@ class Planner:
             ExitStack() as hooks,
         ):
             pool = UnsplitPool(log, self.on_cpu)
-            model.config, cast(RecomputeSchedule, model.blocks_with_recompute).offload_pool = (
+            model.config, cast(BlockCalls, model.blocks_with_recompute).offload_pool = (
                 config,
                 pool,
             )
@@ -356,10 +356,10 @@ class UnsplitPool(PinnedPool):
         if not on_cpu:
             self.device = torch.device("meta")  # host memory is not on the simulated GPU
 
-    def acquire(self, like: Tensor) -> list[Tensor]:
+    def acquire_buffers(self, like: Tensor) -> list[Tensor]:
         """Return one host buffer for the 1-D `like`, and record the copy to it."""
         self.log.moved.append((like.nbytes, self.log.places[-1]))
-        return [self.reuse_or_allocate(padded_nbytes(like.nbytes), pinned=False)]
+        return [self.reuse_or_allocate(pinned_nbytes(like.nbytes), pinned=False)]
 
 
 def representative_chunks(
@@ -473,7 +473,7 @@ def name_what_is_there(
     """
     for weight, name in names.items():
         # Also a full weight beside its shards. Its bytes are counted when it is gathered.
-        log.storage_of(weight).name = name
+        log.find_storage(weight).name = name
         named = [
             (weight if weight in optimizer.state else None, "parameters", name),
             (sums.get(weight, weight.grad), "gradients", f"gradient of {name}"),

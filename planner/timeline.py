@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from memory.offload import padded_nbytes
+from memory.offload import pinned_nbytes
 
 from .op_recorder import Op, OpRecorder, PhaseMark, Storage
 from .operators import ATTENTION
-from .roofline import Card, op_seconds
+from .roofline import Card, seconds_per_op
 
 KINDS = (
     "parameters",
@@ -44,7 +44,7 @@ WORK_DTYPE = np.dtype(
 )
 
 
-def work_of(ops: Sequence[Op]) -> np.recarray:
+def op_work_table(ops: Sequence[Op]) -> np.recarray:
     """Return the work of the operators that move bytes: (such operators,) of WORK_DTYPE."""
     attention = {name: i + 1 for i, name in enumerate(ATTENTION)}
     rows = [
@@ -75,7 +75,7 @@ class Segment:
         return allocated - freed
 
     @cached_property
-    def most(self) -> int:
+    def peak_increase(self) -> int:
         """Peak of the segment in bytes, above the bytes when it begins."""
         return max(timeline_of([self]).sum(axis=1).tolist(), default=0)
 
@@ -84,7 +84,7 @@ class Segment:
 def segment_seconds(segment: Segment, card: Card) -> float:
     """Return the estimated seconds of a segment on a card."""
     # Not `@`: a BLAS adds in an order that depends on the CPU, and the order changes the rounding.
-    return float((op_seconds(segment.work, card) * segment.work.times).sum())
+    return float((seconds_per_op(segment.work, card) * segment.work.times).sum())
 
 
 def timeline_of(segments: Iterable[Segment]) -> np.ndarray:
@@ -127,7 +127,7 @@ def split_into_segments(log: OpRecorder, calls: Iterable[int] = ()) -> list[Segm
         Segment(
             places=[(at - begin, phase, block) for at, phase, block in places],
             changes=changes[begin:end],
-            work=work_of(log.ops[begin:end]),
+            work=op_work_table(log.ops[begin:end]),
             kept=int(kept[begin:end].sum()),
             offloaded_sizes=[size for size, place in log.moved if place in places],
         )
@@ -197,7 +197,7 @@ class StepMemory:
         """Most bytes that exist at any operator of the step."""
         peak = level = 0
         for segment, _ in self.segments:
-            peak, level = max(peak, level + segment.most), level + segment.added
+            peak, level = max(peak, level + segment.peak_increase), level + segment.added
         return peak
 
     @property
@@ -220,7 +220,7 @@ class StepMemory:
     @property
     def host_bytes(self) -> int:
         """Bytes of CPU memory that offload allocates. (On a CPU `peak` includes them.)"""
-        return sum(map(padded_nbytes, self.offloaded_sizes))
+        return sum(map(pinned_nbytes, self.offloaded_sizes))
 
     @property
     def at_peak(self) -> dict[str, int]:
@@ -234,7 +234,7 @@ class StepMemory:
         _, phase, block = [place for place in self.places if place[0] <= at][-1]
         return phase if block is None else f"{phase}, block {block}"
 
-    def phase(self, name: str) -> slice:
+    def phase_slice(self, name: str) -> slice:
         """Return the slice of operators of "forward", "head", "backward" or "optimizer"."""
         intervals = [interval for interval in phase_intervals(self) if interval[0] == name]
         return slice(intervals[0][2][0], intervals[-1][3])

@@ -39,9 +39,9 @@ from torch import Tensor, nn
 from torch.profiler import profile
 from tqdm import tqdm
 
-from memory import RECOMPUTE_POLICIES, RecomputeSchedule
+from memory import RECOMPUTE_POLICIES, BlockCalls
 from model import MiniGPT, MiniGPTConfig
-from planner.cards import CARDS, THIS_MACHINE, clock_card
+from planner.cards import CARDS, THIS_MACHINE, choose_card
 from planner.formulas import flops_per_token
 from planner.operators import PRECISIONS
 from scripts import cli_main, out_of_memory_as, say_stopped
@@ -118,7 +118,7 @@ def ask(args: argparse.Namespace) -> PlanRequest:
     measured."""
     device = choose_device(args.device)
     set_matmul_precision(device, args.tf32)
-    card = clock_card(args, device) or clock_card(with_flags(args, card=THIS_MACHINE), device)
+    card = choose_card(args, device) or choose_card(with_flags(args, card=THIS_MACHINE), device)
     return PlanRequest(args, args.vocab_size, device, choose_precision(args, device), card=card)
 
 
@@ -176,7 +176,7 @@ def recorded_peak(run: Run) -> int:
     existing: list[Tensor] = list(run.model.parameters())
     existing += chain(*(state.values() for state in run.optimizer.state.values()))
     if isinstance(run.model, MiniGPT):  # the host buffers of +offload
-        existing += cast(RecomputeSchedule, run.model.blocks_with_recompute).offload_pool.buffers
+        existing += cast(BlockCalls, run.model.blocks_with_recompute).offload_pool.buffers
     with profile(profile_memory=True) as profiler:
         timed_step(run)
     result: Any = profiler.profiler  # (the profiler's own tables have only sums)

@@ -44,7 +44,7 @@ from planner.choose import candidates, pareto_frontier
 from planner.formulas import flops_per_token
 from planner.op_recorder import Storage
 from planner.record import StepRecord, code_of, group_of
-from planner.roofline import op_seconds
+from planner.roofline import seconds_per_op
 from planner.timeline import phase_intervals
 from scripts import cli_main
 from scripts.style import COLORS, LEGEND, POLICIES, describe, relative_flops
@@ -134,7 +134,7 @@ def along_seconds(record: StepRecord, card: Card) -> tuple[list[int], list[float
     """Return indices of operators and their positions on the axis, in predicted seconds on a
     card."""
     work = record.step.work
-    each = op_seconds(work, card) * work.times
+    each = seconds_per_op(work, card) * work.times
     return [*work.at.tolist(), len(record.step.timeline)], [0.0, *each.cumsum()]
 
 

@@ -125,7 +125,7 @@ def draw(plt: Any, request: PlanRequest, records: dict[str, StepRecord]) -> Any:
 
 def name_phases(axis: Any, x: np.ndarray, step: StepMemory) -> None:
     """Write the name of each phase below a panel, if the phase is wide enough for it."""
-    ends = {name: x[[step.phase(name).start, step.phase(name).stop]] for name in PHASES}
+    ends = {name: x[[step.phase_slice(name).start, step.phase_slice(name).stop]] for name in PHASES}
     wide = {name: at for name, at in ends.items() if np.ptp(at) > NARROW * axis.get_xlim()[1]}
     axis.set_xticks([at.mean() for at in wide.values()], [*wide])
     axis.tick_params(axis="x", length=0)

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from memory import format_recompute
+from memory import format_recompute_plan
 from planner.cards import THIS_MACHINE
 from planner.formulas import closed_form, count_parameters
 from planner.operators import PRECISIONS
@@ -99,7 +99,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args.typed_policy = None
     is_typed = "use_activation_checkpoint" in typed
     if args.at_peak and is_typed and args.use_activation_checkpoint not in flags.AUTO:
-        args.typed_policy = format_recompute(flags.recompute_plan_of(args))
+        args.typed_policy = format_recompute_plan(flags.recompute_plan_of(args))
     args.use_activation_checkpoint = "none"  # each row changes a run without recompute
     flags.resolve_defaults(args, 1 if args.sp else args.nproc_per_node or 1)
     if args.sp:
@@ -130,7 +130,7 @@ def parse_request(argv: list[str]) -> tuple[PlanRequest, float]:
     DataError."""
     args, start = parse(argv), time.perf_counter()
     request = make_request(args, args.nproc_per_node, args.fsdp or args.sp, args.sp)
-    if args.longest_sequence and request.memory_budget.total_bytes is None:
+    if args.longest_sequence and request.memory_budget.limit_bytes is None:
         raise UsageError("--longest-sequence: within what? --card or --memory-budget tells")
     return request, time.perf_counter() - start
 
@@ -144,7 +144,7 @@ def describe_target(request: PlanRequest, seconds: float) -> str:
     kind = request.device.type
     precision = str(request.precision).removeprefix("torch.")
     unknown = f"no {kind} here and no --memory-budget: what fits cannot be told"
-    limit = unknown if budget.total_bytes is None else f"tensors may take {budget}"
+    limit = unknown if budget.limit_bytes is None else f"tensors may take {budget}"
     lines = [
         f"model    {count_parameters(config):,} parameters: {describe_model(config)}",
         f"batch    {args.grad_accum_steps} x {args.batch_size} sequences of {args.seq_len} tokens",
@@ -196,7 +196,7 @@ def command_line(args: argparse.Namespace, **changes: Any) -> str:
 def verdict(request: PlanRequest, taken: Candidate | None, table: list[Candidate]) -> list[str]:
     """Return the command to run; if nothing fits, the reason, and a change with which it fits."""
     args = request.args
-    if request.memory_budget.total_bytes is None:
+    if request.memory_budget.limit_bytes is None:
         return ["--memory-budget 8GiB, say, tells what fits, and which of them to take"]
     if any(row.longest for row in table):
         return [longest_command(request, table)]
@@ -263,8 +263,8 @@ def plan(request: PlanRequest, bar: tqdm) -> dict[str, Any]:
     """Print the plan; return the content of the JSON file. Raises UsageError or DataError."""
     args, settings, table, record = request.args, list[Candidate](), list[Candidate](), None
     if (
-        request.memory_budget.total_bytes is None
-        or request.state_bytes < request.memory_budget.total_bytes
+        request.memory_budget.limit_bytes is None
+        or request.state_bytes < request.memory_budget.limit_bytes
     ):
         settings = search_settings(request) if args.all_knobs else []
         table = [] if settings else policy_table(request)
@@ -313,7 +313,7 @@ def as_json(
         "shards": request.shard_degree,
         "state_bytes": request.state_bytes,
         "card": request.card and request.card.name,
-        "budget_bytes": request.memory_budget.total_bytes,
+        "budget_bytes": request.memory_budget.limit_bytes,
         "safe_bytes": request.memory_budget.usable_bytes,
         "takes": taken and taken.name,
         "run": run,

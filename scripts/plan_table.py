@@ -17,14 +17,14 @@ from typing import Any
 
 from memory import recompute_plan
 from planner import StepMemory
-from planner.choose import nested_policies, uniform_steps
+from planner.choose import nested_policies, uniform_policies
 from planner.formulas import recompute_cost
 from planner.op_recorder import Storage
 from planner.record import ALIKE, StepRecord, code_of, group_of
 from scripts.style import relative_flops
 from trainer.flags import MAX_COUNT, to_argv, with_flags
 from trainer.metrics import format_bytes
-from trainer.plan import AFTER_RESTART, PlanRequest, next_policy
+from trainer.plan import RESTART_PEAK_FRACTION, PlanRequest, next_smaller_step
 
 OFFLOADED = "full+offload"
 STEP = 64  # tokens; lengths are multiples of it
@@ -59,7 +59,7 @@ class Candidate:
         """Sequences of the largest batch that fits with the margin; None: unknown. (This simulates
         some more steps.)"""
         return (
-            None if self.request.memory_budget.total_bytes is None else self.request.largest_batch
+            None if self.request.memory_budget.limit_bytes is None else self.request.largest_batch
         )
 
     @property
@@ -117,8 +117,8 @@ def candidate_of(request: PlanRequest, **flags: Any) -> Candidate:
     step, budget, seconds, speed, fits = request.step, request.memory_budget, None, None, None
     if request.card:
         seconds, speed = request.seconds(step), request.tokens_per_s(step)
-    if budget.total_bytes is not None:
-        fits = step.peak <= budget.total_bytes and step.host_bytes <= (
+    if budget.limit_bytes is not None:
+        fits = step.peak <= budget.limit_bytes and step.host_bytes <= (
             budget.host_usable_bytes or math.inf
         )
     return Candidate(
@@ -133,7 +133,7 @@ def policy_table(request: PlanRequest) -> list[Candidate]:
     """Return a candidate for every policy. The cheapest one that fits has a row of its own if it is
     a mix. With --longest-sequence there are nested groups, too, and each candidate has its longest
     sequence."""
-    names, taken = [*uniform_steps(request.planner), OFFLOADED], request.pick_recompute().config
+    names, taken = [*uniform_policies(request.planner), OFFLOADED], request.pick_recompute().config
     if request.args.longest_sequence:
         names[-1:-1] = nested_policies(request.args.n_layers)
     if taken.recompute not in names:
@@ -216,9 +216,9 @@ def if_memory_runs_out(candidate: Candidate | None) -> Iterator[Candidate]:
     ):
         request, share = (
             candidate.request,
-            AFTER_RESTART if candidate.request.shard_degree > 1 else 1,
+            RESTART_PEAK_FRACTION if candidate.request.shard_degree > 1 else 1,
         )
-        while step := next_policy(request, candidate.name, share=share):
+        while step := next_smaller_step(request, candidate.name, share=share):
             candidate = candidate_of(request, use_activation_checkpoint=step.config.recompute)
             yield candidate
 

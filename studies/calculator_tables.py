@@ -31,7 +31,7 @@ def tables() -> str:
         if device_type(card) == "cuda"
     }
     recompute = {
-        name: [p.keeps, p.recomputed_matmuls, p.by_operator] for name, p in POLICIES.items()
+        name: [p.saved_tensors, p.recomputed_ops, p.by_operator] for name, p in POLICIES.items()
     }
     return f"""{BEGIN}, written by `python -m studies.calculator_tables`
 const {", ".join(f"{name} = {value}" for name, value in constants.items())};

@@ -46,7 +46,7 @@ from scripts.style import about, describe_about
 from studies.common import study_parser
 from trainer.flags import UsageError, model_config, with_flags
 from trainer.metrics import read_metrics
-from trainer.plan import PlanRequest, next_policy
+from trainer.plan import PlanRequest, next_smaller_step
 from trainer.run import Run, is_out_of_memory
 
 Values = dict[str, Any]
@@ -242,9 +242,11 @@ def rescued_step(bench: Bench, policy: str, in_holes: bool) -> Values:
     policy and that of full."""
     args = bench.args(f"--batch-size {bench.pick(12, 2)}", policy)
     request = bench.ask(args)
-    peaks = [request.planner.step(args.batch_size, recompute=name).peak for name in (policy, "full")]
+    peaks = [
+        request.planner.step(args.batch_size, recompute=name).peak for name in (policy, "full")
+    ]
     run = make_run(args, bench.device)
-    run.run_info, run.next_policy = {"config": {}}, partial(next_policy, request)
+    run.run_info, run.next_smaller_step = {"config": {}}, partial(next_smaller_step, request)
     timed_step(run, WARM_UP)
     before = 1000 * timed_step(run, args.steps)
     with shortage(bench, run.step + 1, sum(peaks) // 2, in_holes) as begun:

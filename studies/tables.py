@@ -45,7 +45,8 @@ def plan(flags: str, policy: str = "none", clock: str = "") -> Candidate:
     """Return one row of plan_memory. `clock`: a card that predicts the time, whatever --card is."""
     request, _ = parse_request(flags.split())
     card, made = CARDS.get(clock, request.card), MADE[request.device.type, request.precision]
-    return candidate_of(replace(request, card=card, cache=made), use_activation_checkpoint=policy)
+    request = replace(request, card=card, planner_cache=made)
+    return candidate_of(request, use_activation_checkpoint=policy)
 
 
 # ---- What each policy costs

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planner import CARDS, Card, cards
-from planner.cards import clock_card
+from planner.cards import choose_card
 from planner.formulas import flops_per_token
 from scripts import benchmark
 from trainer.flags import model_config
@@ -34,7 +34,7 @@ CARD = Card("a card", 2**30, (1e12, 1e12, 1e12), 1e9)
 @pytest.fixture(autouse=True)
 def no_measured_card(monkeypatch):
     """It takes three seconds."""
-    monkeypatch.setattr(benchmark, "clock_card", lambda args, device: CARD)
+    monkeypatch.setattr(benchmark, "choose_card", lambda args, device: CARD)
 
 
 def fake_worker(argv, policy):
@@ -58,7 +58,7 @@ def bench(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_measured_in_processes_of_their_own(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "clock_card", cards.clock_card)
+    monkeypatch.setattr(benchmark, "choose_card", cards.choose_card)
     monkeypatch.chdir(tmp_path)  # from anywhere
     monkeypatch.setattr(subprocess, "run", partial(subprocess.run, timeout=240))
     flags = "--policies none full --steps 2"
@@ -140,7 +140,7 @@ def test_shares_of_what_a_gpu_can_do(monkeypatch):
     here = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", total_memory=CARDS["A100 40GB"].memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
     asked, cuda = benchmark.ask(arguments("--tf32", "full")), torch.device("cuda")
-    card = clock_card(asked.args, cuda)
+    card = choose_card(asked.args, cuda)
     question = replace(asked, device=cuda, precision=torch.float32, card=card)
     row = benchmark.make_row(question, fake_worker([], "full"))
     needed, replayed = flops_per_token(model_config(asked.args, 211), 32)

@@ -9,14 +9,14 @@ from cases.shapes import WIDE, T
 from harness.planned import CARD, measured_peak, planner
 
 from memory import recompute_plan
-from memory.policies import RECOMPUTE_POLICIES, parse_recompute
+from memory.policies import RECOMPUTE_POLICIES, parse_recompute_plan
 from planner.choose import (
     UNIFORM_POLICIES,
     candidates,
     nested_policies,
     pick_recompute,
     policy_strings,
-    uniform_steps,
+    uniform_policies,
 )
 from planner.formulas import recompute_cost
 
@@ -61,7 +61,9 @@ def test_nested_groups_are_those_with_the_fewest_inputs():
     """Of all sizes; and none where each block's input is as few."""
     for n_layers in range(1, 200):
         inputs = {K: K + math.ceil(n_layers / K) for K in range(1, n_layers + 1)}
-        sizes = [parse_recompute(way, n_layers).group_size for way in nested_policies(n_layers)]
+        sizes = [
+            parse_recompute_plan(way, n_layers).group_size for way in nested_policies(n_layers)
+        ]
         assert sizes == sorted(sizes) and bool(sizes) == (min(inputs.values()) < n_layers)
         assert all(inputs[K] == min(inputs.values()) for K in sizes)
 
@@ -70,13 +72,16 @@ def test_what_keeps_attentions_result_is_not_offered_where_there_is_none():
     """On MPS `sdpa` keeps what `full` does, and `selective` the scores."""
     plan = planner(WIDE, device_type="mps")
     assert plan.step(24, recompute="full").kept == plan.step(24, recompute="sdpa").kept
-    assert {*UNIFORM_POLICIES} - {*uniform_steps(plan)} == {"sdpa", "selective"}
+    assert {*UNIFORM_POLICIES} - {*uniform_policies(plan)} == {"sdpa", "selective"}
     names = {name for way in candidates(plan, 24) for name in recompute_plan(way.config).policies}
     assert not names & {"sdpa", "selective"}
 
 
 def test_all_names_are_all():
     """By what they say of each block."""
-    n, found = len(RECOMPUTE_POLICIES), [parse_recompute(name, 4)[:2] for name in policy_strings(4)]
+    n, found = (
+        len(RECOMPUTE_POLICIES),
+        [parse_recompute_plan(name, 4)[:2] for name in policy_strings(4)],
+    )
     one_or_two, in_groups = n + 3 * (n - 1) ** 2, n
     assert len(found) == len(set(found)) == one_or_two + in_groups

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner import CARDS, Card, roofline, this_machine, timeline
 from planner.op_recorder import OpRecorder
-from planner.roofline import op_seconds
+from planner.roofline import seconds_per_op
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ def work_of(run, *shapes, dtype=torch.float32) -> np.recarray:
             for tensor in tensors:
                 log.add(tensor)
             run(*tensors)
-    return timeline.work_of(log.ops)
+    return timeline.op_work_table(log.ops)
 
 
 def totals(work: np.recarray) -> tuple[float, float]:
@@ -37,7 +37,7 @@ def totals(work: np.recarray) -> tuple[float, float]:
 
 
 def seconds(work: np.recarray, card: Card) -> float:
-    return float(op_seconds(work, card).sum())
+    return float(seconds_per_op(work, card).sum())
 
 
 def attend(q, k, v):

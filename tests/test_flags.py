@@ -9,7 +9,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from memory import RECOMPUTE_POLICIES, recompute_plan
-from memory.policies import format_recompute, parse_recompute
+from memory.policies import format_recompute_plan, parse_recompute_plan
 from planner.formulas import count_parameters
 from trainer.flags import (
     as_argv,
@@ -153,15 +153,15 @@ STRINGS = st.builds(
 @given(STRINGS, st.integers(1, 7))
 def test_what_is_written_says_the_same_and_is_the_shortest(text, n_layers):
     try:
-        found = parse_recompute(text, n_layers)
+        found = parse_recompute_plan(text, n_layers)
     except ValueError:
         reject()
-    written = format_recompute(found)
-    assert parse_recompute(written, n_layers) == found and len(written) <= len(text)
-    assert format_recompute(parse_recompute(written, n_layers)) == written
+    written = format_recompute_plan(found)
+    assert parse_recompute_plan(written, n_layers) == found and len(written) <= len(text)
+    assert format_recompute_plan(parse_recompute_plan(written, n_layers)) == written
     config = replace(CONFIG, n_layers=n_layers, recompute=text)
     assert config.recompute == written and recompute_plan(config) == found
-    assert sum(blocks for _, blocks in found.block_groups) == n_layers
+    assert sum(blocks for _, blocks in found.checkpoint_groups) == n_layers
     typed = resolve_defaults(parse(f"--use-activation-checkpoint {text} --n-layers={n_layers}"))
     assert model_config(typed, 97).recompute == written
 
@@ -178,5 +178,8 @@ def test_what_is_written_says_the_same_and_is_the_shortest(text, n_layers):
     ],
 )
 def test_a_policy_string(text, policies, group, nested, offload, written):
-    found = parse_recompute(text, 4)
-    assert found == (tuple(policies), group, nested, offload) and format_recompute(found) == written
+    found = parse_recompute_plan(text, 4)
+    assert (
+        found == (tuple(policies), group, nested, offload)
+        and format_recompute_plan(found) == written
+    )

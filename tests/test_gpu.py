@@ -27,7 +27,7 @@ from scripts.benchmark import make_run, timed_step
 from studies import gpu
 from studies.gpu import Bench, shortage
 from trainer.device import choose_precision, for_tensors
-from trainer.plan import PlanRequest, next_policy
+from trainer.plan import PlanRequest, next_smaller_step
 from trainer.run import Run
 
 ON_GPU = torch.cuda.is_available()
@@ -190,7 +190,7 @@ def test_offload_is_the_last_way_out():
     """Of a GPU, which need not be there to be planned for."""
     args, ways = Bench(dry=True).args("--n-layers 4 --seq-len 256 --batch-size 8"), ["none"]
     question = PlanRequest(args, args.vocab_size, torch.device("cuda"), torch.bfloat16)
-    while step := next_policy(question, ways[-1]):
+    while step := next_smaller_step(question, ways[-1]):
         ways.append(step.config.recompute)
     assert len(ways) > 2 and [way for way in ways if "offload" in way] == ways[-1:]
 

@@ -23,14 +23,14 @@ FLOOR["data"] = FLOOR["planner"]
 # split; one of a room makes them simpler.
 ROOMS = {
     "the root": 414,
-    "memory": 487,
+    "memory": 488,
     "planner": 1_012,
-    "trainer": 2_183,
+    "trainer": 2_186,
     "data": 663,
     "scripts": 1_444,
-    "studies": 347,
-    "all without tests": 6_552,
-    "tests": 5_903,
+    "studies": 348,
+    "all without tests": 6_555,
+    "tests": 5_940,
 }
 FILES_IN = {"trainer": 17, "scripts": 15}
 # Of a file: what is read from top to bottom, and pages.

@@ -8,7 +8,7 @@ import torch
 from harness.answers import parse, room_for
 
 from planner import CARDS
-from planner.cards import clock_card
+from planner.cards import choose_card
 from trainer.flags import model_config, with_flags
 from trainer.plan import POLICY, PlanRequest, PredictedOutOfMemory, plan_memory, suggest_change
 from trainer.process import OneProcess
@@ -39,7 +39,7 @@ OFFLOAD = "--use-activation-checkpoint full+offload"
     ],
 )
 def test_it_is_told_what_costs_least(flags, device, less, wanted):
-    """Of what is not so yet. `less`: the policy that is predicted to need less."""
+    """Of what is not so yet. `smaller_step`: the policy that is predicted to need less."""
     step = SimpleNamespace(config=SimpleNamespace(recompute=less)) if less else None
     said = suggest_change(parse(flags), device, step)
     assert said.startswith(f"{wanted} (" if wanted else "what changes the training: ")
@@ -81,7 +81,7 @@ def machine(monkeypatch):
 
     def make(total: int, free: int) -> None:
         monkeypatch.setattr("trainer.plan.total_memory", lambda device: total)
-        monkeypatch.setattr("trainer.device.free_memory", lambda device: room_for(free).total_bytes)
+        monkeypatch.setattr("trainer.device.free_memory", lambda device: room_for(free).limit_bytes)
 
     return make
 
@@ -165,9 +165,9 @@ def test_a_gpu_is_known_by_its_name(monkeypatch):
     there = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=H100.memory)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: there)
     monkeypatch.setattr("planner.cards.this_machine", lambda *what: what)
-    assert clock_card(nothing, gpu) == H100
-    assert clock_card(tf32, gpu).flops == (H100.flops[1] / 2, *H100.flops[1:])
-    assert clock_card(t4, gpu) == clock_card(t4, CPU) == CARDS["T4"]  # which has no TF32
-    assert clock_card(mine, gpu) == (gpu, 80, 32)  # measured at the shape of its attention
+    assert choose_card(nothing, gpu) == H100
+    assert choose_card(tf32, gpu).flops == (H100.flops[1] / 2, *H100.flops[1:])
+    assert choose_card(t4, gpu) == choose_card(t4, CPU) == CARDS["T4"]  # which has no TF32
+    assert choose_card(mine, gpu) == (gpu, 80, 32)  # measured at the shape of its attention
     there.name = "NVIDIA GeForce 8800 GTX"
-    assert clock_card(nothing, gpu) is None is clock_card(nothing, CPU)
+    assert choose_card(nothing, gpu) is None is choose_card(nothing, CPU)

@@ -106,12 +106,12 @@ def test_inside_of_a_gpus_kernels(precision, each, monkeypatch):
     """While attention's backward runs: dq_accum and softmax_d; T = 32 and D = 16 are rounded up."""
     monkeypatch.setattr("planner.step.cublas_workspace_bytes", lambda: 1000)
     with_kernels = planner(CONFIG, precision, device_type="cuda").step(5, **FULL).total
-    monkeypatch.setattr("planner.step.inside", lambda operator, args: 0)
+    monkeypatch.setattr("planner.step.kernel_workspace_bytes", lambda operator, args: 0)
     monkeypatch.setattr("planner.step.cublas_workspace_bytes", lambda: 0)
     without = planner(CONFIG, precision, device_type="cuda").step(5, **FULL)
     more = with_kernels - without.total - 1000
     assert sorted(more)[-CONFIG.n_layers - 1 :] == [0] + [each] * CONFIG.n_layers
-    assert not more[: without.phase("backward").start].any()
+    assert not more[: without.phase_slice("backward").start].any()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def on_the_gpu(phase: str, n_layers: int = 8) -> int:
     plan = planner(replace(WIDE, n_layers=n_layers), device_type="cuda")
     step = plan.step(24, recompute="full+offload")
     assert KINDS[:3] == ("parameters", "gradients", "optimizer")
-    return step.timeline[step.phase(phase), 3:].sum(axis=1).max()
+    return step.timeline[step.phase_slice(phase), 3:].sum(axis=1).max()
 
 
 def test_what_is_on_its_way_counts(monkeypatch):
@@ -175,14 +175,14 @@ def test_closed_form_equals_the_simulation(config, precision, dropout, mode):
         step = plan.step(5, **memory)
         form = closed_form(step.config, 5, T, PRECISIONS[precision], *how)
         kinds = dict(zip(KINDS, step.timeline.T, strict=True))
-        begin, end = step.phase("forward").start, step.phase("optimizer").start
+        begin, end = step.phase_slice("forward").start, step.phase_slice("optimizer").start
         assert (kinds["recomputed"].max() > 0) == (step.config.recompute != "none")
         assert not kinds["gradients"][begin] and kinds["activations"][end] <= 5 * T * 8 * 2
         assert form["parameters"] == kinds["parameters"][0]
         assert form["gradients"] == kinds["gradients"][end]
         assert form["optimizer"] == kinds["optimizer"][0]
         assert form["blocks"] == step.kept_per_block * config.n_layers, memory
-        head = (kinds["head"] + kinds["gradients"])[step.phase("head")].max()
+        head = (kinds["head"] + kinds["gradients"])[step.phase_slice("head")].max()
         assert form["head"] == pytest.approx(head, abs=64), memory
         assert sum(form[kind] for kind in KINDS[:3]) == state_bytes(config, *how)
 
@@ -204,8 +204,8 @@ def test_flops_equal_those_that_torch_counts(memory, dropout):
         model(ids, ids).backward()
     needed, replayed = (2 * T * flops for flops in flops_per_token(config, T))
     attention = 2 * T * 2 * T * config.d_model  # of one block: needed thrice, replayed once
-    policies, calls = recompute_plan(config).policies, recompute_plan(config).block_groups
-    again = sum("attention" in POLICIES[policy].recomputed_matmuls.split() for policy in policies)
+    policies, calls = recompute_plan(config).policies, recompute_plan(config).checkpoint_groups
+    again = sum("attention" in POLICIES[policy].recomputed_ops.split() for policy in policies)
     again += sum(size - 1 for _, size in calls if recompute_plan(config).nested)
     expected = needed + replayed - attention * (3 * config.n_layers + again)
     # Nor a product that adds in place to what is there: the head's weight gradient.

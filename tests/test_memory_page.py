@@ -162,7 +162,7 @@ def test_policies(page, made):
     checked = page.locator("[role=radio][aria-checked=true]")
     for name, record in made.records.items():
         choose(page, name)
-        size, where = f"{record.step.peak / 2**20:.1f} MiB", record.step.where
+        size, where = f"{record.step.peak / 2**20:.1f} MiB", record.step.peak_location
         label = page.locator("#chart").get_attribute("aria-label")
         assert size in label and where in label and size in checked.inner_text()
     press(page, "2")

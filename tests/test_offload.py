@@ -225,5 +225,5 @@ def test_views_of_one_storage_travel_once(everything_travels):
 def test_no_pinned_memory(message, error, says, monkeypatch):
     monkeypatch.setattr(torch, "empty", Mock(side_effect=RuntimeError(message)))
     with pytest.raises(error, match=says):
-        PinnedPool().acquire(Mock(nbytes=2**22, device=torch.device("cuda")))
+        PinnedPool().acquire_buffers(Mock(nbytes=2**22, device=torch.device("cuda")))
     assert torch.empty.call_args.kwargs["pin_memory"]

@@ -11,7 +11,7 @@ from harness.answers import parse
 from harness.calculator import evaluate
 
 from planner import CARDS, Planner
-from planner.choose import uniform_steps
+from planner.choose import uniform_policies
 from scripts import memory_page, plan_memory
 from trainer.device import MemoryBudget
 from trainer.flags import UsageError, model_config, to_argv, with_flags
@@ -45,7 +45,7 @@ def of_card(model: str, args) -> PlanRequest:
 def budget_of(model: str, share: float) -> int:
     args = parse(flags_of(model))
     plan = of_card(model, args).planner
-    peaks = [plan.step(args.batch_size, recompute=rung).peak for rung in uniform_steps(plan)]
+    peaks = [plan.step(args.batch_size, recompute=rung).peak for rung in uniform_policies(plan)]
     safe = min(peaks) + share * (peaks[0] - min(peaks))
     return int(safe / 0.75) + 2
 

@@ -18,7 +18,7 @@ from scripts import plan_memory
 from scripts.plan_table import digits, format_time, recommend
 from trainer.device import MemoryBudget, for_tensors
 from trainer.flags import build_parser, byte_count
-from trainer.plan import next_policy
+from trainer.plan import next_smaller_step
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 GIB = 2**30
@@ -57,7 +57,7 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
         step = asked.planner.step(64, recompute=row["name"])
         sizes = [row[f"{name}_bytes"] for name in ("peak", "kept", "host")]
         assert sizes == [step.peak, step.kept, step.host_bytes] and row["at_peak"] == step.at_peak
-        assert row["fits"] == (step.peak <= room.total_bytes)
+        assert row["fits"] == (step.peak <= room.limit_bytes)
         assert (
             row["fits_safely"] == (step.peak <= room.usable_bytes) == (row["largest_batch"] >= 64)
         )
@@ -233,7 +233,7 @@ def test_this_machine_is_measured(monkeypatch):
     monkeypatch.setattr("planner.cards.this_machine", lambda *what: mine)
     asked, seconds = plan_memory.parse_request(["--card=This machine", "--device=cpu"])
     assert asked.card is mine and asked.device.type == "cpu" and asked.memory_budget.is_free
-    assert asked.memory_budget.usable_bytes == for_tensors(asked.memory_budget.total_bytes, "cpu")
+    assert asked.memory_budget.usable_bytes == for_tensors(asked.memory_budget.limit_bytes, "cpu")
     said = plan_memory.describe_target(asked, seconds)
     assert re.search(r"^card     H100: .*, measured in [\d.]+ s; times are", said, re.M)
 
@@ -253,7 +253,7 @@ def test_what_a_run_takes_when_memory_runs_out(flags):
     """Each is what trainer/run.py, or a restart, takes after the one before it."""
     answer, asked = ask(flags), question(flags)
     name, expected, share = answer.json["takes"], [], 0.75 if asked.shard_degree > 1 else 1
-    while step := next_policy(asked, name, share=share):
+    while step := next_smaller_step(asked, name, share=share):
         name = step.config.recompute
         seconds = asked.seconds(step) if asked.card else None
         expected.append({"policy": name, "peak_bytes": step.peak, "seconds": seconds})

@@ -148,7 +148,7 @@ def test_minigpt_is_one_of_them(recompute, device_type):
         model, (IDS, LABELS), lambda its: torch.optim.AdamW(its, fused=True),
         blocks=model.blocks, recompute=recompute, **how,
     )  # fmt: skip
-    for name in ("peak", "kept", "kept_per_block", "where"):
+    for name in ("peak", "kept", "kept_per_block", "peak_location"):
         assert getattr(step, name) == getattr(known, name), name
 
 
@@ -163,7 +163,7 @@ def test_cuda_updates_all_weights_at_once_if_nothing_fuses_it():
     def update(device_type: str, **how: bool) -> int:
         model, make = nn.Sequential(nn.Linear(C, C), SumOf()), partial(torch.optim.AdamW, **how)
         step = plan_step(model, X, make, device_type=device_type)
-        return step.total[step.phase("optimizer")].max()
+        return step.total[step.phase_slice("optimizer")].max()
 
     assert update("cuda") == update("cuda", foreach=True)
     assert update("cuda") >= update("cuda", fused=True) + 4 * C * C

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.snapshot import (
-    KEYS,
+    KEY_TYPES,
     SaveError,
     SnapshotError,
     claim,
@@ -35,7 +35,7 @@ from trainer.snapshot import (
 
 
 def state(step: int) -> dict:
-    empty = {key: kind() for key, kind in KEYS.items()}
+    empty = {key: kind() for key, kind in KEY_TYPES.items()}
     return empty | {"step": step, "model": {"weight": torch.randn(64, 64)}}
 
 

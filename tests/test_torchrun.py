@@ -36,12 +36,12 @@ from trainer.setup import (
     MAY_DIFFER,
     Facts,
     check_same_on_all_ranks,
-    data_facts,
+    consistency_facts,
+    data_consistency_facts,
     find_data,
-    run_facts,
 )
 from trainer.snapshot import LoadedSnapshot
-from trainer.torchrun import Torchrun, peer_failure_message, rendezvous_key
+from trainer.torchrun import Torchrun, agree_on_key, peer_failure_message
 
 slow = pytest.mark.slow
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -198,9 +198,9 @@ def test_each_attempt_meets_under_a_name_of_its_own():
     store, names, how = dist.HashStore(), set(), (2, timedelta(seconds=30))
     for attempt in range(1, 4):
         with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(rendezvous_key, store, attempt % 2, *how)
+            first = pool.submit(agree_on_key, store, attempt % 2, *how)
             time.sleep(0.2)
-            assert rendezvous_key(store, 1 - attempt % 2, *how) == first.result()
+            assert agree_on_key(store, 1 - attempt % 2, *how) == first.result()
         names.add(first.result())
         assert len(names) == attempt
 
@@ -343,7 +343,7 @@ def test_the_smallest_budget_counts(monkeypatch, theirs, chosen):
 
 def of(*flags: str, precision=torch.float32, device=CPU, step=None) -> Facts:
     resumed = LoadedSnapshot({"step": step, "run": "0123456789"}, Path("run.pt")) if step else None
-    return run_facts(parse(*TINY, *flags), OneProcess(device), precision, resumed)
+    return consistency_facts(parse(*TINY, *flags), OneProcess(device), precision, resumed)
 
 
 SAME = "start all with the same flags"
@@ -382,6 +382,6 @@ def test_what_differs_is_named(of_each, says):
 def test_every_flag_is_compared_or_has_a_reason():
     args = parse(*TINY)
     names = {"--" + name.replace("_", "-") for name in vars(args).keys() - MAY_DIFFER}
-    known = of() | data_facts(find_data(args, OneProcess(CPU)))
+    known = of() | data_consistency_facts(find_data(args, OneProcess(CPU)))
     assert names <= known.keys() and MAY_DIFFER <= vars(args).keys()
     assert known.keys() >= {*HINTS, *DERIVED_FLAGS}

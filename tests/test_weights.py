@@ -40,7 +40,7 @@ from trainer.pretrained import (
     renamed,
 )
 from trainer.process import OneProcess
-from trainer.setup import check_same_on_all_ranks, run_facts, start_run
+from trainer.setup import check_same_on_all_ranks, consistency_facts, start_run
 
 CPU = torch.device("cpu")
 N_TOY, N_MODEL = TINY.index("--n-layers"), TINY.index("--batch-size")
@@ -241,7 +241,9 @@ def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     paths = (folder, folder, write_folder(tmp_path / "other", tensors))
     common = (run.args, run.process, run.precision)
     with pytest.raises(UsageError, match="--init-from: rank 0 has .*, rank 2 has .*same w"):
-        check_same_on_all_ranks([run_facts(*common, open_pretrained(path)) for path in paths])
+        check_same_on_all_ranks(
+            [consistency_facts(*common, open_pretrained(path)) for path in paths]
+        )
 
 
 def test_a_run_starts_from_a_snapshot(run, text, tmp_path, capsys):

@@ -162,7 +162,7 @@ class MemoryBudget:
     The total is --memory-budget, or a card's memory, or the memory that is free.
     """
 
-    total_bytes: int | None  # None: unknown
+    limit_bytes: int | None  # None: unknown
     device_type: str
     is_free: bool = False  # the total is the free memory
     # Bytes of CPU memory that offload may take in addition; None: unknown.
@@ -171,17 +171,17 @@ class MemoryBudget:
     @property
     def usable_bytes(self) -> int | None:
         """Bytes of the total that tensors may take; None if the total is unknown."""
-        return None if self.total_bytes is None else for_tensors(self.total_bytes, self.device_type)
+        return None if self.limit_bytes is None else for_tensors(self.limit_bytes, self.device_type)
 
     def __str__(self) -> str:
         """Return "54.0 MiB (60.0 MiB less a margin of a tenth)"."""
-        assert self.total_bytes is not None and self.usable_bytes is not None
-        _, words = margin(self.total_bytes, self.device_type)
-        total = format_bytes(self.total_bytes) + " free," * self.is_free
+        assert self.limit_bytes is not None and self.usable_bytes is not None
+        _, words = memory_margin(self.limit_bytes, self.device_type)
+        total = format_bytes(self.limit_bytes) + " free," * self.is_free
         return f"{format_bytes(self.usable_bytes)} ({total} less a margin of {words})"
 
 
-def margin(total: float, device_type: str) -> tuple[float, str]:
+def memory_margin(total: float, device_type: str) -> tuple[float, str]:
     """Return how many of `total` bytes stay free, and that share in words: a tenth, on a GPU at
     least 1 GiB (a quarter of less than 4 GiB).
 
@@ -195,7 +195,7 @@ def margin(total: float, device_type: str) -> tuple[float, str]:
 
 def for_tensors(total: float, device_type: str) -> int:
     """Return the bytes of `total` that tensors may take: all but the margin."""
-    return int(total - margin(total, device_type)[0])
+    return int(total - memory_margin(total, device_type)[0])
 
 
 def budget_on(

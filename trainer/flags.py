@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from memory import RECOMPUTE_POLICIES, RecomputePlan, format_recompute, parse_recompute
+from memory import RECOMPUTE_POLICIES, RecomputePlan, format_recompute_plan, parse_recompute_plan
 from model import MiniGPTConfig
 from planner.cards import card_name
 
@@ -44,7 +44,7 @@ MAX_SIZES = {  # of a model's shape, by field of MiniGPTConfig
     **dict.fromkeys(("max_position_embeddings", "vocab_size"), MAX_COUNT),
 }
 AUTO = ("auto",)  # the run chooses its own policy
-LENGTHS = ("num_steps", "num_tokens", "num_epochs")  # only one of them may be typed
+RUN_LENGTH_FLAGS = ("num_steps", "num_tokens", "num_epochs")  # only one of them may be typed
 # A removed flag -> its replacement.
 REPLACED_FLAGS = {
     "--eval-batches": "--eval-tokens 16K says how many tokens validate, at any batch size",
@@ -83,7 +83,7 @@ class OneLineParser(argparse.ArgumentParser):
         return parsed
 
 
-class TrainerParser(OneLineParser):
+class TypedFlagsParser(OneLineParser):
     """Parser that also records which flags were `typed`, as a set of names in the result.
 
     A typed flag overrides the snapshot's value (--resume) and the shape that --model names. In the
@@ -141,7 +141,7 @@ def to_argv(flags: dict[str, Any]) -> list[str]:
             words += [flag] if value else off
             continue
         values = value if isinstance(value, list) else [value]
-        first, *others = map(UNITS.get(actions[name].type, str), values)
+        first, *others = map(FORMATTERS.get(actions[name].type, str), values)
         # A file may be called -x.pt: only --flag=-x.pt passes it as a value.
         words += [f"{flag}={first}", *others] if first.startswith("-") else [flag, first, *others]
     return words
@@ -180,20 +180,20 @@ def number_in_range(
 
 
 def policy_string(text: str) -> str:
-    """Check a policy string (argparse type): auto, or what `memory.parse_recompute` accepts.
+    """Check a policy string (argparse type): auto, or what `memory.parse_recompute_plan` accepts.
 
     The number of layers is not known yet, so `POLICY:N` is checked against MAX_LAYERS.
     """
     if text not in AUTO:
         try:
-            parse_recompute(text, MAX_LAYERS)
+            parse_recompute_plan(text, MAX_LAYERS)
         except ValueError as error:
             message = str(error).removeprefix("recompute must be ")
             raise argparse.ArgumentTypeError(f"must be auto or {message}") from None
     return text
 
 
-def without_auto(policy: str) -> str:
+def auto_as_full(policy: str) -> str:
     """Return `full` for `auto`, else the policy unchanged. (A wrong string such as `auto:3` stays
     wrong.)"""
     return policy.replace("auto", "full") if policy in AUTO else policy
@@ -203,7 +203,7 @@ def recompute_plan_of(args: argparse.Namespace) -> RecomputePlan:
     """Return the policy of each block as the flags name it; `auto` counts as `full`. Raises
     UsageError."""
     try:
-        return parse_recompute(without_auto(args.use_activation_checkpoint), args.n_layers)
+        return parse_recompute_plan(auto_as_full(args.use_activation_checkpoint), args.n_layers)
     except ValueError as error:
         raise UsageError(fields_to_flags(str(error))) from None
 
@@ -243,7 +243,7 @@ def token_count(text: str, least: int = 1) -> int:
 
 
 # argparse type -> how `to_argv` writes such a value, with its unit.
-UNITS: dict[Any, Callable[[int], str]] = {byte_count: "{}b".format}
+FORMATTERS: dict[Any, Callable[[int], str]] = {byte_count: "{}b".format}
 
 
 def snapshot_file(text: str) -> Path:
@@ -266,7 +266,7 @@ def output_file(text: str) -> Path:
 
 def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     """Return the parser of all trainers; they differ in the default snapshot path."""
-    parser = TrainerParser(
+    parser = TypedFlagsParser(
         prog=prog,
         description="Train a MiniGPT and see what activation memory costs.",
         allow_abbrev=False,
@@ -438,7 +438,7 @@ def tokens_per_step(args: argparse.Namespace, processes: int) -> int:
 def resolve_defaults(args: argparse.Namespace, processes: int = 1) -> argparse.Namespace:
     """Fill in, in place, the defaults that depend on other flags, and return `args`. Raises
     UsageError for contradictions."""
-    lengths = [flag(name) for name in LENGTHS if name in args.typed]
+    lengths = [flag(name) for name in RUN_LENGTH_FLAGS if name in args.typed]
     if len(lengths) > 1:
         raise UsageError(f"{' and '.join(lengths)}: each says how long the run is; give only one")
     lr_factor = 1.0 if args.init_from is None else 0.1  # a high rate destroys trained weights
@@ -474,7 +474,7 @@ def check_sharded(args: argparse.Namespace, processes: int, trainer: str) -> Non
     if plan.group_size > 1 and not plan.nested and processes > 1:  # (one process gathers nothing)
         raise UsageError(
             f"--use-activation-checkpoint {args.use_activation_checkpoint}: {trainer} gathers "
-            f"block by block; {format_recompute(plan._replace(nested=True))} fits"
+            f"block by block; {format_recompute_plan(plan._replace(nested=True))} fits"
         )
     if args.compress_gradients:
         raise UsageError("--compress-gradients: train_ddp.py can; --no-compress-gradients fits")
@@ -524,7 +524,7 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
         )
     values = vars(args) | {
         "vocab_size": vocab_size,
-        "recompute": without_auto(args.use_activation_checkpoint),
+        "recompute": auto_as_full(args.use_activation_checkpoint),
     }
     try:
         return MiniGPTConfig(**{field.name: values[field.name] for field in fields(MiniGPTConfig)})

@@ -133,7 +133,7 @@ def check_logger(name: str) -> None:
         ) from None
 
 
-def to_tensorboard(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
+def open_tensorboard(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
     """Open TensorBoard's log in the folder `RUN.tensorboard` beside the snapshot, and return its
     writer."""
     from torch.utils.tensorboard import SummaryWriter
@@ -153,12 +153,12 @@ def to_tensorboard(path: Path, identity: State, step: int, say: Say) -> LogNumbe
     return log
 
 
-def to_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
+def open_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
     """Open a log at Weights & Biases, and return its writer. With WANDB_MODE=offline it writes to a
     folder `wandb` beside the snapshot, to be uploaded later.
 
     All processes that resume a run log under its id, as one run. (wandb keeps the first record of a
-    step that is done again.) `finish_logs` ends the log.
+    step that is done again.) `finish_wandb` ends the log.
     """
     import wandb
 
@@ -176,7 +176,7 @@ def to_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
     return run.log
 
 
-def finish_logs() -> None:
+def finish_wandb() -> None:
     """End the log that --log-to opened. One of several processes exits without Python's exit
     handlers, which would end it."""
     if wandb := sys.modules.get("wandb"):
@@ -184,7 +184,7 @@ def finish_logs() -> None:
             wandb.finish()
 
 
-LOGGERS = {"tensorboard": to_tensorboard, "wandb": to_wandb}
+LOGGERS = {"tensorboard": open_tensorboard, "wandb": open_wandb}
 
 
 def open_logger(args: argparse.Namespace, identity: State, step: int, say: Say) -> Write:

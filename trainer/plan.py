@@ -21,7 +21,7 @@ import torch
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from planner import Card, Planner, StepMemory
-from planner.cards import CARDS, THIS_MACHINE, clock_card, device_type
+from planner.cards import CARDS, THIS_MACHINE, choose_card, device_type
 from planner.choose import nested_policies, pick_recompute
 from planner.formulas import count_parameters, recompute_cost, state_bytes
 from planner.shards import state_bytes_per_rank
@@ -59,7 +59,7 @@ OTHER_TRAINING = (
 )
 # After a restart the next peak is at most this share of the one that was too much: a restart costs
 # much time, so the first try should succeed.
-AFTER_RESTART = 0.75
+RESTART_PEAK_FRACTION = 0.75
 
 # What a change costs, in the words that a user reads.
 SLOWER = "same results, some more time"
@@ -81,15 +81,15 @@ class FlagChange(NamedTuple):
         return " ".join(to_argv(self.flags))
 
 
-def suggest_change(args: Flags, device_type: str, less: StepMemory | None) -> str:
+def suggest_change(args: Flags, device_type: str, smaller_step: StepMemory | None) -> str:
     """Return the first change that could help a run that ran out of memory: "FLAGS (COST)".
 
-    `less`: a step with the next policy that is predicted to need less memory; None: no such policy.
-    If no flag change is left that keeps the training the same, the text is OTHER_TRAINING.
+    `smaller_step`: a step with the next policy that is predicted to need less memory; None: no such
+    policy. If no flag change is left that keeps the training the same, the text is OTHER_TRAINING.
     """
     first, *others = changes_with_same_training(args, device_type)
-    if less is not None and not first.flags:
-        first = FlagChange({POLICY: less.config.recompute}, SLOWER)
+    if smaller_step is not None and not first.flags:
+        first = FlagChange({POLICY: smaller_step.config.recompute}, SLOWER)
     change = next((change for change in (first, *others) if change.flags), None)
     return f"{change.command} ({change.cost})" if change else OTHER_TRAINING
 
@@ -182,7 +182,9 @@ class PlanRequest:
     shard_degree: int = 1  # processes that hold one model between them
     sp_degree: int = 1  # processes that share each sequence
     on_simulate: Callable[[], object] = lambda: None  # called before each simulated step
-    cache: dict[tuple, Any] = field(default_factory=dict)  # planners and batches; copies share it
+    planner_cache: dict[tuple, Any] = field(
+        default_factory=dict
+    )  # planners and batches; copies share it
 
     def with_args(self, args: argparse.Namespace) -> "PlanRequest":
         """Return a copy with other flags; the copy shares the cache."""
@@ -200,11 +202,11 @@ class PlanRequest:
         optimizer = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1, args.gather_dtype
         layout = self.ddp, self.shard_degree, self.sp_degree
         key = replace(config, recompute="none"), args.seq_len, optimizer, *layout
-        if key not in self.cache:
+        if key not in self.planner_cache:
             self.on_simulate()
             planner = make_planner(args, config, self.device, self.precision, *layout)
-            planner.on_simulate, self.cache[key] = self.on_simulate, planner
-        return self.cache[key]
+            planner.on_simulate, self.planner_cache[key] = self.on_simulate, planner
+        return self.planner_cache[key]
 
     @property
     def state_bytes(self) -> int:
@@ -237,12 +239,12 @@ class PlanRequest:
         if planner.step(1, recompute=recompute).peak > self.usable_bytes:
             return 0
         key = planner, recompute, self.usable_bytes
-        if key not in self.cache:
+        if key not in self.planner_cache:
             batch_size, host_bytes = self.args.batch_size, self.memory_budget.host_usable_bytes
-            self.cache[key] = planner.largest_batch(
+            self.planner_cache[key] = planner.largest_batch(
                 self.usable_bytes, batch_size, host_bytes, recompute=recompute
             )
-        return self.cache[key]
+        return self.planner_cache[key]
 
     @property
     def fits(self) -> bool:
@@ -346,7 +348,7 @@ def make_request(
     args: argparse.Namespace,
     processes: int | None = None,
     sharded: bool = False,
-    shared: bool = False,
+    sequence_parallel: bool = False,
 ) -> PlanRequest:
     """Return the request of a tool that plans for a device that need not exist on this machine.
 
@@ -386,9 +388,9 @@ def make_request(
                 "out --nproc-per-node"
             )
         set_matmul_precision(device, args.tf32)
-    card = clock_card(args, device) if args.card else None
+    card = choose_card(args, device) if args.card else None
     ddp, shards = processes is not None and not sharded, n if sharded else 1
-    sharing = n if shared else 1
+    sharing = n if sequence_parallel else 1
     return PlanRequest(
         args, vocab_size_of(args), device, precision, memory, card, ddp, n, shards, sharing
     )
@@ -419,7 +421,9 @@ class MemoryPlan(NamedTuple):
     words: str  # for the user
     # Peak bytes of a step as planned, and without recompute; None: the prediction failed.
     peaks: tuple[int, int] | None
-    next_policy: Callable[..., StepMemory | None]  # `next_policy` for this run's request
+    next_smaller_step: Callable[
+        ..., StepMemory | None
+    ]  # `next_smaller_step` for this run's request
 
 
 class PredictedOutOfMemory(MemoryError):
@@ -451,12 +455,12 @@ def plan_memory(
     # All processes rank policies by rank 0's card. Where all need the same policy, all plan for the
     # smallest budget of any process.
     card = process.all_gather_object(
-        process.run_on_rank0(lambda: clock_card(args, process.device))
+        process.run_on_rank0(lambda: choose_card(args, process.device))
     )[0]
     n, local_world_size = process.processes_on_device, process.local_world_size
     budget = budget_on(process.device, args.memory_budget, n, held, local_world_size)
     if not process.has_own_policy:
-        budget = min(process.all_gather_object(budget), key=lambda budget: budget.total_bytes or 0)
+        budget = min(process.all_gather_object(budget), key=lambda budget: budget.limit_bytes or 0)
     n, shards, ddp = process.world_size, process.shard_degree, process.gradients_persist
     common = args, config.vocab_size, process.device, precision, budget, card
     request = PlanRequest(*common, ddp, n, shards, process.sp_degree)
@@ -472,7 +476,7 @@ def plan_memory(
     policies = process.all_gather_object(config.recompute)
     if len(set(policies)) > 1:
         words += f"\nmemory   each process has a policy of its own, by rank: {', '.join(policies)}"
-    return MemoryPlan(config, words, peaks, partial(next_policy, request))
+    return MemoryPlan(config, words, peaks, partial(next_smaller_step, request))
 
 
 def plan_on_this_rank(
@@ -503,14 +507,14 @@ def config_after_restart(request: PlanRequest, config: MiniGPTConfig, failed: st
     `failed`. If no policy needs less, or planning fails, keep `failed`."""
     policy, step = failed, partial(request.planner.step, request.args.batch_size)
     with suppress(Exception):
-        if smaller := next_policy(request, failed, share=AFTER_RESTART):
+        if smaller := next_smaller_step(request, failed, share=RESTART_PEAK_FRACTION):
             policy = smaller.config.recompute
         # The policy of `config` (`auto` has chosen it) may need even less.
         policy = min(policy, config.recompute, key=lambda name: step(recompute=name).peak)
     return replace(config, recompute=policy)
 
 
-def next_policy(
+def next_smaller_step(
     request: PlanRequest, policy: str, seen: int | None = None, share: float = 1.0
 ) -> StepMemory | None:
     """Return a step with a policy that is predicted to need less than `policy`, with which memory
@@ -536,7 +540,7 @@ def next_policy(
 def choose_recompute(request: PlanRequest) -> StepMemory:
     """Return a step with the policy that `auto` takes. If nothing fits, raise UsageError, which
     says what would fit."""
-    if request.memory_budget.total_bytes is None:
+    if request.memory_budget.limit_bytes is None:
         raise UsageError("--memory-budget: this system does not tell what is free")
     budget, smallest = request.memory_budget, f"above {format_bytes(request.state_bytes)}"
     if request.state_bytes < request.usable_bytes:
@@ -613,7 +617,7 @@ def check_memory(request: PlanRequest, process: OneProcess, needed: int) -> str:
     on_gpu = process.device.type == "cuda"
     capacity = f"the {'GPU' if on_gpu else 'machine'} has {format_bytes(total or 0)}"
     if total is not None and processes * needed > total:
-        full = replace(budget, total_bytes=min(request.usable_bytes, total))
+        full = replace(budget, limit_bytes=min(request.usable_bytes, total))
         raise PredictedOutOfMemory(
             f"out of memory before the first step: {need}, {capacity}; with "
             f"{settings(request.args)}; {replace(request, memory_budget=full).fitting_change()[0]}"

@@ -27,7 +27,7 @@ from .optimizer import LocalShard
 from .snapshot import LoadedSnapshot, SnapshotError, check_shapes, peek, read_snapshot
 
 # Flags that the weights determine.
-SHAPE = "n_layers n_heads d_model d_ff max_position_embeddings".split()
+SHAPE_FLAGS = "n_layers n_heads d_model d_ff max_position_embeddings".split()
 
 
 # ---- a transformers folder
@@ -248,7 +248,7 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
     except (DataError, SnapshotError) as error:
         raise UsageError(f"--init-from: {error}") from None
     config, tokenizer, toy = source.config, source.tokenizer, source.tokenizer.name == "toy"
-    required: dict[str, Any] = {name: getattr(config, name) for name in SHAPE}
+    required: dict[str, Any] = {name: getattr(config, name) for name in SHAPE_FLAGS}
     required |= {"tokenizer_name": tokenizer.name, "use_toy_data": toy}
     if toy or tokenizer.name == "bpe" or "vocab_size" in args.typed:
         required["vocab_size"] = config.vocab_size

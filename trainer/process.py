@@ -136,7 +136,7 @@ class OneProcess:
         """
         optimizer.zero_grad(set_to_none=not self.gradients_persist)
 
-    def can_retry(self) -> bool:
+    def can_retry_alone(self) -> bool:
         """Return True if this process can repeat forward and backward without the others."""
         return True
 

@@ -25,7 +25,7 @@ from .metrics import (
     perplexity,
 )
 from .pretrained import Origin, Pretrained
-from .resume import changes, data_changed, validation_of
+from .resume import changes, data_changed, validation_key
 from .run import Run
 from .snapshot import LoadedSnapshot, archived_path, files_of, sibling_path
 
@@ -47,14 +47,14 @@ def describe_run(run: Run, plan: str, origin: Origin) -> str:
     """
     args, config, process = run.args, run.model.config, run.process
     n_parameters = sum(p.numel() for p in run.model.parameters())
-    epochs = run.train_batches.epoch(args.num_steps * run.micro_batches)
+    epochs = run.train_batches.epoch(args.num_steps * run.micro_batches_per_step)
     tokens = args.num_steps * tokens_per_step(args, process.replicas)
     lines = [
         f"data     {run.data.description}",
         f"model    {n_parameters:,} parameters: {describe_model(config)}",
         f"device   {process.world_size} x {describe_device(run)}",
-        f"batch    {run.micro_batches} x {args.batch_size} sequences of {args.seq_len} tokens a "
-        f"step, {args.num_steps:,} steps, {tokens:,} tokens, {epochs:.2f} epochs",
+        f"batch    {run.micro_batches_per_step} x {args.batch_size} sequences of {args.seq_len} "
+        f"tokens a step, {args.num_steps:,} steps, {tokens:,} tokens, {epochs:.2f} epochs",
         f"memory   {plan}",
     ]
     if isinstance(origin, Pretrained):
@@ -75,7 +75,7 @@ def describe_run(run: Run, plan: str, origin: Origin) -> str:
     more = (
         describe_resumed(run, origin)
         if isinstance(origin, LoadedSnapshot)
-        else describe_replaced(run)
+        else describe_archived(run)
     )
     return "\n".join(lines + more)
 
@@ -94,7 +94,7 @@ def describe_device(run: Run) -> str:
     return f"{device.type}{hardware}, {precision}"
 
 
-def describe_replaced(run: Run) -> list[str]:
+def describe_archived(run: Run) -> list[str]:
     """Return the line that says how an older run of this name is renamed, as a list; [] without
     such a run."""
     path = run.args.checkpoint_path
@@ -121,7 +121,7 @@ def describe_resumed(run: Run, origin: LoadedSnapshot) -> list[str]:
                 f"resume   the data changed, it was {saved['data'].get('description')}: sequences "
                 "and their order may be others from here on"
             )
-    if validation_of(saved) != validation_of(now):
+    if validation_key(saved) != validation_key(now):
         best = sibling_path(run.args.checkpoint_path, ".best.pt")
         lines.append(
             "resume   the validation windows are others than before: the next validation loss "
@@ -156,17 +156,17 @@ def make_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     args, process, clock = run.args, run.process, run.clock
     # The mean over all micro-batches of all processes: the loss whose gradient this step followed.
     # Reading it waits for the GPU, so the times below include the GPU's work.
-    loss = process.all_reduce_sum([sum(losses.tolist())])[0] / run.micro_batches
+    loss = process.all_reduce_sum([sum(losses.tolist())])[0] / run.micro_batches_per_step
     seconds = clock.end_interval()
     return {
         "step": run.step,
-        "epoch": run.train_batches.epoch(run.step * run.micro_batches),
+        "epoch": run.train_batches.epoch(run.step * run.micro_batches_per_step),
         "lr": run.optimizer.param_groups[0]["lr"],
         "train_loss": loss,
         "train_ppl": perplexity(loss),
         "grad_norm": grad_norm.item(),
         "step_ms": 1000 * seconds,
-        "tokens_per_s": run.micro_batches * args.batch_size * args.seq_len / seconds,
+        "tokens_per_s": run.micro_batches_per_step * args.batch_size * args.seq_len / seconds,
         "eta_s": (args.num_steps - run.step) * seconds,
         **peak_memory(process.device),
         "recompute": run.model.config.recompute,

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .flags import LENGTHS, as_argv, build_parser, flag, to_argv
+from .flags import RUN_LENGTH_FLAGS, as_argv, build_parser, flag, to_argv
 from .optimizer import restore_optimizer
 from .run import Run
 from .snapshot import LoadedSnapshot, SnapshotError, State, peek, read_snapshot, sibling_path
@@ -22,7 +22,7 @@ DATA = "train_data val_data val_ratio tokenizer_name vocab_size use_toy_data max
 REPLACES = {
     "amp_dtype": ["no_amp"],
     "no_amp": ["amp_dtype"],
-    **dict.fromkeys(LENGTHS, LENGTHS),
+    **dict.fromkeys(RUN_LENGTH_FLAGS, RUN_LENGTH_FLAGS),
 }
 
 
@@ -73,7 +73,7 @@ def typed_flags(state: State) -> dict[str, Any]:
         return {name: saved[name] for name in state["typed"]}
     # An older snapshot does not record which flags were typed, so all count. But a run's length is
     # set by one flag: num_steps follows from another one of LENGTHS, if there is any.
-    others = [name for name in LENGTHS[1:] if saved.get(name) is not None]
+    others = [name for name in RUN_LENGTH_FLAGS[1:] if saved.get(name) is not None]
     return {name: saved[name] for name in saved if name != "num_steps" or not others}
 
 
@@ -150,7 +150,7 @@ def data_changed(saved: State, now: State) -> bool:
     return bool(saved["data"].get("fingerprint") != now["data"]["fingerprint"])
 
 
-def validation_of(state: State) -> tuple[object, object]:
+def validation_key(state: State) -> tuple[object, object]:
     """Return the data's fingerprint and --eval-tokens, which decide the validation windows.
 
     If both are the same in two states, their validation losses can be compared. (--seq-len cannot
@@ -185,7 +185,7 @@ def short(value: object) -> str:
 
 
 @torch.no_grad()
-def restore(resumed: LoadedSnapshot, run: Run) -> None:
+def restore_model_and_optimizer(resumed: LoadedSnapshot, run: Run) -> None:
     """Copy weights, moments and loss scale from a snapshot into `run`.
 
     Raises SnapshotError if they do not fit.

@@ -28,7 +28,7 @@ from .snapshot import State, save_snapshot
 
 # Number of first steps that are rehearsed. In the second step the optimizer's state and DDP's final
 # buckets take memory, too.
-REHEARSED = 2
+N_REHEARSAL_STEPS = 2
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Run:
     step: int = 0  # number of steps done; during a step, its number
     saved_step: int = 0  # the step that --checkpoint-path holds, 0 = nothing saved by this run yet
     # Time of the last save, else of the start, in seconds of `time.monotonic`.
-    saved_at: float = field(default_factory=lambda: monotonic())
+    last_save_time: float = field(default_factory=lambda: monotonic())
     save_asked: bool = False  # a signal asked this process for a save that is not done yet
     stopped_by: int = 0  # number of the signal that ended the run early, 0 = none
     best_val_loss: float = math.inf
@@ -59,11 +59,11 @@ class Run:
     # Time of the last log line, else of the setup, in seconds of `time.perf_counter`.
     last_log_time: float = field(default_factory=lambda: time.perf_counter())
     # Log record of the step that the run resumed from, if that step has not been logged yet.
-    pending_record: dict[str, Any] = field(default_factory=dict)
-    # `next_policy(policy, peak_bytes)` returns the step with the next policy that needs less memory
-    # than `policy`, whose peak was measured as `peak_bytes` (None: not measured). It returns None
-    # if no policy needs less, or if the memory cannot be predicted.
-    next_policy: Callable[..., StepMemory | None] = lambda *_: None
+    resumed_record: dict[str, Any] = field(default_factory=dict)
+    # `next_smaller_step(policy, peak_bytes)` returns the step with the next policy that needs less
+    # memory than `policy`, whose peak was measured as `peak_bytes` (None: not measured). It returns
+    # None if no policy needs less, or if the memory cannot be predicted.
+    next_smaller_step: Callable[..., StepMemory | None] = lambda *_: None
     # Raises UsageError if model.py is not exact with the model's policy.
     check: Callable[[], None] = lambda: None
     # The policies with which memory ran out before the step was repeated with a deeper policy.
@@ -82,7 +82,7 @@ class Run:
         return torch.from_numpy(self.data.tokenizer.byte_lengths()).to(self.process.device)
 
     @property
-    def micro_batches(self) -> int:
+    def micro_batches_per_step(self) -> int:
         """Number of micro-batches in a step, in all processes together."""
         return self.args.grad_accum_steps * self.process.replicas
 
@@ -118,13 +118,13 @@ def save(run: Run, path: Path, record: dict[str, Any]) -> None:
         }
         save_snapshot(path, state, keep_previous=newest)
     if newest:
-        run.saved_step, run.saved_at, run.save_asked = run.step, monotonic(), False
+        run.saved_step, run.last_save_time, run.save_asked = run.step, monotonic(), False
 
 
 def save_is_asked(run: Run) -> bool:
     """Return True if a signal asked this process for a save, or if --save-minutes are over."""
     minutes = run.args.save_minutes
-    return run.save_asked or 0 < 60 * minutes <= monotonic() - run.saved_at
+    return run.save_asked or 0 < 60 * minutes <= monotonic() - run.last_save_time
 
 
 # ---- Out of memory in forward or backward: repeat both.
@@ -139,15 +139,16 @@ def retry_with_less_memory(run: Run, accumulate: Callable[..., list[Tensor]]) ->
     """Return `accumulate(run)`: a step's losses, after its forward and backward.
 
     When memory runs out, repeat `accumulate` with a deeper policy, as often as necessary. Where
-    gradients are sent during backward (DDP), backward cannot be repeated. There the first REHEARSED
-    steps are rehearsed: run once without sending gradients, to find a policy that fits.
+    gradients are sent during backward (DDP), backward cannot be repeated. There the first
+    N_REHEARSAL_STEPS steps are rehearsed: run once without sending gradients, to find a policy that
+    fits.
 
     Raises MemoryError if no policy needs less memory, and the allocator's error if the step cannot
     be repeated or --on-out-of-memory is stop.
     """
     if run.args.on_out_of_memory == "stop":
         return accumulate(run)
-    if run.process.reduces_in_backward and run.clock.steps < REHEARSED:
+    if run.process.reduces_in_backward and run.clock.steps < N_REHEARSAL_STEPS:
         attempt(run, lambda run: accumulate(run, average=False))
         run.process.discard_gradients(run.optimizer)
     return attempt(run, accumulate)
@@ -161,7 +162,7 @@ def attempt(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            if not run.process.can_retry():
+            if not run.process.can_retry_alone():
                 run.process.remember_out_of_memory(run.model.config.recompute)
                 raise
             message = str(error)
@@ -212,7 +213,7 @@ def take_next_policy(run: Run, seen: int | None) -> StepMemory | None:
     """
     config, policy = run.model.config, run.model.config.recompute
     with suppress(Exception):
-        while step := run.next_policy(policy, seen):
+        while step := run.next_smaller_step(policy, seen):
             policy, seen = step.config.recompute, None
             run.model.config = replace(config, recompute=policy)
             with suppress(UsageError):  # a changed model.py may be exact with some policies only

@@ -151,7 +151,7 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
     optimizer = make_optimizer(model, args, device, precision)
     clock = make_clock(args, process, model, optimizer, plan.peaks)
     run = Run(args, process, data, identity, model, optimizer, precision, train, val, clock)
-    run.held_lock, run.next_policy, run.check = held_lock, plan.next_policy, check
+    run.held_lock, run.next_smaller_step, run.check = held_lock, plan.next_smaller_step, check
     if resumed is not None:
         continue_from(resumed, run)
     if process.rank == 0:  # only there, because `describe_run` reads files
@@ -172,7 +172,9 @@ def load_data_and_plan(
     Raises what `start_run` does.
     """
     process.init_process_group()  # until here each process worked alone; from here on together
-    check_same_on_all_ranks(process.all_gather_object(run_facts(args, process, precision, origin)))
+    check_same_on_all_ranks(
+        process.all_gather_object(consistency_facts(args, process, precision, origin))
+    )
     resuming = isinstance(origin, LoadedSnapshot)
     process.run_on_rank0(lambda: check_path(args.checkpoint_path, resuming))
     # Bytes of CPU memory that the snapshot's tensors take until they are restored.
@@ -181,7 +183,7 @@ def load_data_and_plan(
     with process.progress_message("predicting the memory of a step"):
         plan = plan_memory(args, process, config, precision, held)
     data = process.run_on_all_ranks(lambda: find_data(args, process, origin))
-    check_same_on_all_ranks(process.all_gather_object(data_facts(data)))
+    check_same_on_all_ranks(process.all_gather_object(data_consistency_facts(data)))
     # (A trained bpe has fewer ids than --vocab-size if its text has too few pairs to merge.)
     config = replace(plan.config, vocab_size=data.tokenizer.vocab_size)
     return data, plan._replace(config=config)
@@ -193,7 +195,7 @@ def load_data_and_plan(
 # them had another --lr, the weights would drift apart without an error.
 
 
-def run_facts(
+def consistency_facts(
     args: argparse.Namespace, process: OneProcess, precision: torch.dtype, origin: Origin
 ) -> Facts:
     """Return all facts that must be the same in all processes, except those of the data."""
@@ -212,7 +214,7 @@ def run_facts(
     }
 
 
-def data_facts(data: Dataset) -> Facts:
+def data_consistency_facts(data: Dataset) -> Facts:
     """Return the facts of the data that must be the same in all processes."""
     prints = f"{data.fingerprint[:8]} {data.tokenizer.fingerprint[:8]}"
     return {"--train-data": f"{data.description}, fingerprint {prints}"}
@@ -254,7 +256,7 @@ def tokenizer_of(origin: Origin) -> Tokenizer | None:
         raise SnapshotError(f"{origin.path} holds {error}") from None
 
 
-def start_log(run: Run) -> None:
+def archive_and_open_logs(run: Run) -> None:
     """Rename an older run's files and open metrics.jsonl, on rank 0: the run's first writes.
 
     Also opens the logger of --log-to.
@@ -312,7 +314,7 @@ def continue_from(resumed: LoadedSnapshot, run: Run) -> None:
     snapshot does not fit.
     """
     args, process = run.args, run.process
-    resume.restore(resumed, run)
+    resume.restore_model_and_optimizer(resumed, run)
     run.step = run.saved_step = resumed.state["step"]
     record = resumed.state.get("record", {})
     if resumed.path != args.checkpoint_path and process.rank == 0:
@@ -323,8 +325,8 @@ def continue_from(resumed: LoadedSnapshot, run: Run) -> None:
     logged = (
         process.all_gather_object(process.run_on_rank0(lambda: logged_at(run.step, log)))[0] or {}
     )
-    run.pending_record = {} if logged else dict(record)
-    if resume.validation_of(resumed.state) == resume.validation_of(run.run_info):
+    run.resumed_record = {} if logged else dict(record)
+    if resume.validation_key(resumed.state) == resume.validation_key(run.run_info):
         run.best_val_loss = min(resumed.state["best_val_loss"], logged.get("val_loss") or math.inf)
 
 
@@ -335,7 +337,7 @@ def continue_from(resumed: LoadedSnapshot, run: Run) -> None:
 # number although config.dropout is 0, for example, or a counter of calls. And the chunked loss is
 # in memory/head.py, apart from model.py. So each technique is compared with model.py without it.
 
-TOKENS = 8  # number of tokens in these comparisons
+N_CHECK_TOKENS = 8  # number of tokens in these comparisons
 
 
 def check_techniques(
@@ -347,8 +349,8 @@ def check_techniques(
     Its result and all gradients must be equal to the bit; the loss and its gradients must be equal
     up to rounding. The model may be on device "meta", and is not changed.
 
-    `precision`: dtype of autocast; float32: no autocast. `shared`: processes share each sequence,
-    so a block may look at other tokens only in Attention.attend.
+    `precision`: dtype of autocast; float32: no autocast. `sequence_parallel`: processes share each
+    sequence, so a block may look at other tokens only in Attention.attend.
 
     Raises UsageError that names the difference and a remedy.
     """
@@ -381,7 +383,10 @@ def check_ends(model: MiniGPT) -> None:
             f"--use-activation-checkpoint {policy}: only none and full (with --mlp-chunks 1) run "
             "blocks in another order, as `blocks_with_recompute` of model.py does now"
         )
-    ids, embedding = torch.arange(2 * TOKENS).view(2, -1), nn.Embedding(config.vocab_size, 16)
+    ids, embedding = (
+        torch.arange(2 * N_CHECK_TOKENS).view(2, -1),
+        nn.Embedding(config.vocab_size, 16),
+    )
     ids, labels = ids % config.vocab_size, (ids % config.vocab_size).where(ids > 0, -100)
     lookup, loss, of_each = ours.embed, ours.head_loss, []
     for embed, head_loss in (lookup, loss), (lookup.keywords["plain"], loss.keywords["plain"]):
@@ -420,7 +425,7 @@ def compare_block(
     alone = SimpleNamespace(
         config=config, blocks=[block.train()], training=True, parameters=block.parameters
     )
-    n_tokens = min(TOKENS, config.max_position_embeddings)
+    n_tokens = min(N_CHECK_TOKENS, config.max_position_embeddings)
     x, grad = torch.randn(2, 1, n_tokens, config.d_model, device=device).unbind()
     inputs = {"x": x.requires_grad_()} | dict(block.named_parameters())
     inputs = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
@@ -449,7 +454,7 @@ def compare_block(
         if (
             POLICIES[policy].supports_mlp_chunks
             and config.mlp_chunks != 1
-            and differs(block.feed_forward, x)
+            and depends_on_earlier_tokens(block.feed_forward, x)
         ):
             return "its MLP half looks at other tokens, and --mlp-chunks is not 1"
     except torch.OutOfMemoryError:
@@ -469,15 +474,15 @@ def compare_block(
 def sees_others(model: MiniGPT, i: int, device: torch.device) -> bool:
     """Return True if block `i` looks at other tokens, or at positions, outside of attention."""
     block = new_block(model, i, device).eval()
-    x = torch.randn(1, TOKENS, model.config.d_model, device=device)
+    x = torch.randn(1, N_CHECK_TOKENS, model.config.d_model, device=device)
     block.attn.attend = lambda qkv, kv_cache=None: qkv[..., : x.size(2)]
-    return differs(block, x)
+    return depends_on_earlier_tokens(block, x)
 
 
-def differs(run: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+def depends_on_earlier_tokens(run: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     """Return True if the last tokens' results change when the tokens before them are left out.
 
     `run` maps x, (1, T, C), to a tensor of the same shape.
     """
-    last = slice(TOKENS // 2, None)
+    last = slice(N_CHECK_TOKENS // 2, None)
     return not torch.allclose(run(x)[:, last], run(x[:, last]), rtol=1e-3, atol=1e-4)

@@ -19,7 +19,7 @@ from data import DataError, DiskFull
 
 from .bootstrap import PROCESS_START
 from .flags import UsageError, print_error, with_flags
-from .metrics import finish_logs
+from .metrics import finish_wandb
 from .plan import PredictedOutOfMemory, settings, suggest_change
 from .process import OneProcess
 from .report import describe_result, resume_command, sample_text
@@ -46,9 +46,9 @@ def run_safely(
         run = start_run(args, make_process)
         with run.held_lock or nullcontext():  # (the process may start another run after this one)
             try:
-                code = train_and_tell(run, train)
+                code = train_and_report(run, train)
             finally:
-                finish_logs()
+                finish_wandb()
         process = run.process
         run = None  # frees DDP's wrapper, which must end before its connections
         process.close()
@@ -79,13 +79,13 @@ def run_safely(
         return 3
 
 
-def train_and_tell(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
+def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
     """Call `train` and print the last lines of the run; return the exit code, 0 or 128 + signal.
 
     If data cannot be read, save the finished steps (with one process) and raise DataError.
     """
     args, say = run.args, run.process.print0
-    if run.step >= args.num_steps and not run.pending_record:
+    if run.step >= args.num_steps and not run.resumed_record:
         say(
             f"done     already at step {run.step:,}; raise --num-steps to go on: "
             f"{resume_command(run)} --num-steps {2 * run.step}"
@@ -229,7 +229,7 @@ def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> st
     less = None
     policy = run.model.config.recompute
     with suppress(Exception):  # planning may fail for lack of memory, too
-        less = run.next_policy(policy)
+        less = run.next_smaller_step(policy)
     now = settings(with_flags(args, use_activation_checkpoint=policy))
     back = f"; {resume_hint(run)}" if run.saved_step else ""
     return f"{now}; try {suggest_change(args, run.process.device.type, less)}{back}"

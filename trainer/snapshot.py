@@ -40,7 +40,7 @@ State = dict[str, Any]
 
 # Keys that a run needs to resume. With `config`, `args` and `tokenizer` scripts/generate.py needs
 # no file but the snapshot.
-KEYS = {
+KEY_TYPES = {
     "model": dict,
     "optimizer": dict,
     "scaler": dict,
@@ -54,7 +54,7 @@ KEYS = {
 # Paths that differ only in their ending have the same log and the same lock.
 ENDINGS = ("", ".pt", ".pth", ".ckpt")
 # Other files of a run, beside its newest snapshot (see `sibling_path`): snapshots and logs.
-SUFFIXES = (".prev.pt", ".best.pt", ".metrics.jsonl", ".trace.json", ".tensorboard")
+SIBLING_SUFFIXES = (".prev.pt", ".best.pt", ".metrics.jsonl", ".trace.json", ".tensorboard")
 
 
 class SnapshotError(ValueError):
@@ -153,8 +153,8 @@ def read_snapshot(path: Path) -> State:
     """Read a snapshot file into CPU memory.
 
     A copy on the GPU, beside model and optimizer, would take their memory a second time. The
-    checksums in the file are verified first: `torch.save` writes them, but `torch.load` ignores
-    them, and would accept a flipped bit in a weight.
+    checksums in the file are verified first: `torch.save` writes them, but
+    `torch.load_weights_only` ignores them, and would accept a flipped bit in a weight.
 
     Raises SnapshotError if the file is missing, damaged, or no snapshot of this project.
     """
@@ -165,7 +165,7 @@ def read_snapshot(path: Path) -> State:
             damaged = archive.testzip()
         if damaged is not None:
             raise SnapshotError(f"{path} is damaged (checksum of {damaged} is wrong)")
-        state: State = load(path, "cpu")
+        state: State = load_weights_only(path, "cpu")
     except FileNotFoundError:
         raise SnapshotError(f"there is no snapshot {path}") from None
     except pickle.UnpicklingError:
@@ -181,7 +181,7 @@ def read_snapshot(path: Path) -> State:
     return state
 
 
-def load(file: Path | BinaryIO, device: str) -> Any:
+def load_weights_only(file: Path | BinaryIO, device: str) -> Any:
     """Load a file of torch.save that holds only plain data and tensors."""
     with warnings.catch_warnings():  # torch warns of programs and sparse tensors: not in snapshots
         warnings.simplefilter("ignore")
@@ -190,7 +190,7 @@ def load(file: Path | BinaryIO, device: str) -> Any:
 
 def find_defect(state: Any) -> str | None:
     """Return the first key of KEYS that is missing in `state` or has another type; None if none."""
-    for key, kind in KEYS.items():
+    for key, kind in KEY_TYPES.items():
         if not isinstance(state, dict) or not isinstance(state.get(key), kind):
             return key
     return None
@@ -229,7 +229,7 @@ def peek(path: Path) -> State:
     try:
         if path.is_file():
             with open(path, "rb") as file, skip_data():
-                state: State = load(file, "meta")
+                state: State = load_weights_only(file, "meta")
             return {} if find_defect(state) else state
     except Exception:  # as in `read_snapshot`
         pass
@@ -255,7 +255,7 @@ def path_error(reason: str) -> SnapshotError:
 
 def files_of(path: Path) -> list[Path]:
     """Return all files that a run at `path` writes, except its lock."""
-    return [path, *(sibling_path(path, suffix) for suffix in SUFFIXES)]
+    return [path, *(sibling_path(path, suffix) for suffix in SIBLING_SUFFIXES)]
 
 
 def check_path(path: Path, resuming: bool) -> None:

@@ -119,7 +119,7 @@ class Torchrun(OneProcess):
         if self.store is not None:
             # The store also remembers the addresses of processes that died (pytorch#135712). So
             # the living processes meet under a key of their own.
-            key = rendezvous_key(self.store, self.rank, self.world_size, self.timeout)
+            key = agree_on_key(self.store, self.rank, self.world_size, self.timeout)
             options |= {"store": dist.PrefixStore(key, self.store)}
             options |= {"rank": self.rank, "world_size": self.world_size}
         try:
@@ -143,7 +143,7 @@ class Torchrun(OneProcess):
         return dist.new_group(backend="nccl", timeout=self.timeout, device_id=self.device)
 
 
-def rendezvous_key(store: "dist.Store", rank: int, world_size: int, timeout: timedelta) -> str:
+def agree_on_key(store: "dist.Store", rank: int, world_size: int, timeout: timedelta) -> str:
     """Return a key that all processes of this attempt agree on, and that no earlier attempt used.
 
     Each process writes a random key over the key of its predecessor. Then it repeatedly reads the

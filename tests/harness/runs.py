@@ -238,7 +238,7 @@ def plan_nothing() -> None:
         what = args, config.vocab_size, process.device, precision, MemoryBudget(None, "cpu"), None
         asked = trainer.plan.PlanRequest(*what, *way)
         return trainer.plan.MemoryPlan(
-            config, "not predicted", None, partial(trainer.plan.next_policy, asked)
+            config, "not predicted", None, partial(trainer.plan.next_smaller_step, asked)
         )
 
     trainer.setup.plan_memory = plan
