@@ -467,13 +467,12 @@ class BlockCalls:
         """Return pairs (function, whether to checkpoint it) for the loop of MiniGPT.forward."""
         config = model.config
         # `activation_checkpoint` replaces torch's checkpoint where that ignores the RNG.
-        redraws = config.dropout > 0 and checkpoint_loses_rng(next(model.parameters()).device)
-        known = config.recompute in ("none", "full") and config.mlp_chunks == 1 and not redraws
-        return self.plain(model) if known or not model.training else self.calls(model, redraws)
+        loses_rng = config.dropout > 0 and checkpoint_loses_rng(next(model.parameters()).device)
+        known = config.recompute in ("none", "full") and config.mlp_chunks == 1 and not loses_rng
+        return self.plain(model) if known or not model.training else self.calls(model, loses_rng)
 
     def calls(self, model: Any, loses_rng: bool) -> Iterator[BlockCall]:
-        """Yield the pairs for any policy string. `loses_rng`: torch's checkpoint ignores the RNG.
-        """
+        """Yield the pairs for a policy string. `loses_rng`: torch's checkpoint ignores the RNG."""
         config, blocks, offload = model.config, iter(model.blocks), Offload(self.offload_pool)
         plan = recompute_plan(config)
         try:
