@@ -45,7 +45,7 @@ def planned(shape: dict) -> StepMemory:
     """The step that a trainer with these flags would predict."""
     moments, precision = str(shape["moments"]).removeprefix("torch."), shape["precision"]
     args = parse(f"--optimizer={shape['optimizer']} --moments-dtype={moments}")
-    processes = {name: shape[name] for name in ("ddp", "shards") if name in shape}
+    processes = {name: shape[name] for name in ("ddp", "shard_degree") if name in shape}
     cuda = torch.device("cuda")
     return Planner(
         shape["config"],

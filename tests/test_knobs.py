@@ -152,7 +152,7 @@ def test_all_processes_go_by_the_clock_of_the_first(machine, monkeypatch):
     )  # not for this one to do
     monkeypatch.setattr(OneProcess, "run_on_all_ranks", lambda self, act: act())
     monkeypatch.setattr(
-        OneProcess, "exchange", lambda self, mine: [H100 if mine is None else mine, mine]
+        OneProcess, "all_gather_object", lambda self, mine: [H100 if mine is None else mine, mine]
     )
     said = words(f"{AUTO_1GIB} --card this-machine")
     assert f"the least time (predicted for H100) {FITS}" in said

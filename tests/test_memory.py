@@ -248,7 +248,7 @@ OFFLOAD, GPU = {"recompute": "mlp+offload"}, {"device_type": "cuda"}
 def test_largest_batch_is_the_largest(chunks, memory, settings, asked, budget, host, monkeypatch):
     monkeypatch.setattr("memory.head.LOGITS_CHUNK_BYTES", 2**15)
     for room in ("memory.offload", "planner.step"):
-        monkeypatch.setattr(f"{room}.SMALL", 2**14)
+        monkeypatch.setattr(f"{room}.MIN_OFFLOAD_BYTES", 2**14)
     plan = planner(replace(CONFIG, loss_chunks=chunks), **settings)
 
     def fits(sequences: int) -> bool:

@@ -134,9 +134,9 @@ def test_the_page_reads_the_steps_as_they_were(page, made):
             comes, goes = words.pop("comes"), words.pop("goes")
             assert words == {
                 "name": storage.name,
-                "why": storage.why,
+                "why": storage.reason_alive,
                 "kind": LEGEND[storage.kind],
-                "bytes": storage.bytes,
+                "bytes": storage.nbytes,
                 "shape": " x ".join(f"{n:,}" for n in storage.shape) or "one number",
                 "dtype": str(storage.dtype).removeprefix("torch."),
                 "block": -1 if storage.block is None else storage.block,
@@ -210,10 +210,10 @@ def test_the_list_of_what_is_alive(page, made):
     """By a click on one of them, in full, and of one group."""
     choose(page, "none")
     record = made.records["none"]
-    at = record.step.phase("backward").start
+    at = record.step.phase_slice("backward").start
     alive = sorted(record.alive(at), key=lambda storage: [*COLORS].index(storage.kind))
-    tops = np.cumsum([storage.bytes for storage in alive])
-    i = max(range(1, len(alive)), key=lambda i: alive[i].bytes * (alive[i].kind == "activations"))
+    tops = np.cumsum([storage.nbytes for storage in alive])
+    i = max(range(1, len(alive)), key=lambda i: alive[i].nbytes * (alive[i].kind == "activations"))
     x, (low, high), inside = begins(record)[at], page.evaluate("chart.range"), frame(page)
     y = 1 - ((tops[i - 1] + tops[i]) / 2 - low) / (high - low)
     left = inside["x"] + page.evaluate(f"chart.toX({x})") - page.evaluate("chart.frame.left")
@@ -268,11 +268,11 @@ def test_zoom(page, made):
     choose(page, "full")
     page.get_by_role("button", name="backward").click()
     left, right = page.evaluate("chart.view")
-    part, edges = record.step.phase("backward"), begins(record)
+    part, edges = record.step.phase_slice("backward"), begins(record)
     assert left < edges[part.start] and edges[part.stop] < right
     assert right - left < 1.1 * (edges[part.stop] - edges[part.start])
     page.get_by_role("button", name="hide weights and moments").click()
-    state = sum(s.bytes for s in record.alive(0) if s.kind in ("parameters", "optimizer"))
+    state = sum(s.nbytes for s in record.alive(0) if s.kind in ("parameters", "optimizer"))
     assert 0 < page.evaluate("chart.range[0]") < state
 
 

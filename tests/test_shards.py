@@ -44,8 +44,8 @@ def test_predicted_peak_is_that_of_real_processes(act, n, names, tmp_path):
     cases, sharing = (CASES, 1) if act == "memory" else (LONG_CASES, n)
     for name, peak in json.loads(path.read_text()).items():
         case = cases[name]
-        more = {"shards": n, "accumulate": case.micro_batches > 1, "seq_len": case.seq_len}
-        more |= {"gather_in_low": case.gather == "bfloat16", "sharing": sharing}
+        more = {"shard_degree": n, "accumulate": case.micro_batches > 1, "seq_len": case.seq_len}
+        more |= {"gather_in_low": case.gather == "bfloat16", "sp_degree": sharing}
         more |= {"make_optimizer": partial(make_optimizer, args=case.flags, **how)}
         precision = "fp32" if case.dtype == torch.float32 else "bf16"
         step = planner(case.config, precision, **more).step(case.batch_size)
@@ -80,15 +80,20 @@ DEEP = "--n-layers 8 --d-model 64 --seq-len 16 --batch-size 2"  # much weight, l
 @pytest.mark.parametrize(
     ("flag", "trainer", "way", "said"),
     [
-        ("--fsdp", "train_fsdp.py", {"shards": 4}, "4 processes hold the model between them"),
+        ("--fsdp", "train_fsdp.py", {"shard_degree": 4}, "4 processes hold the model between them"),
         # In whole sequences; a step has as many as with one process.
-        ("--sp", "train_sp.py", {"processes": 2, "shards": 2, "sharing": 2}, "share each sequence"),
+        (
+            "--sp",
+            "train_sp.py",
+            {"processes": 2, "shard_degree": 2, "sp_degree": 2},
+            "share each sequence",
+        ),
     ],
 )
 def test_plan_memory_plans_shards(flag, trainer, way, said):
     answer = ask(
         f"--vocab-size 64 --device cpu --memory-budget 1GiB {flag} --nproc-per-node "
-        f"{way['shards']} --num-steps 3"
+        f"{way['shard_degree']} --num-steps 3"
     )
     precision = getattr(torch, answer.json["precision"])
     planner_of = [
@@ -97,9 +102,9 @@ def test_plan_memory_plans_shards(flag, trainer, way, said):
     peak, alone = (plan.step(BATCH, recompute="full").peak for plan in planner_of)
     assert answer.peaks["full"] == peak < alone
     assert said in answer.out
-    assert answer.json["run"]["tokens"] == 3 * BATCH * 32 * (1 if "sharing" in way else 4)
+    assert answer.json["run"]["tokens"] == 3 * BATCH * 32 * (1 if "sp_degree" in way else 4)
     command = " ".join(answer.command)
-    assert command.startswith(f"torchrun --nproc-per-node={way['shards']} {trainer} --")
+    assert command.startswith(f"torchrun --nproc-per-node={way['shard_degree']} {trainer} --")
     assert flag not in command
 
 
