@@ -53,10 +53,10 @@ class DDPProcess(Torchrun):
     script, default_checkpoint_path = "train_ddp.py", "checkpoints/minigpt_ddp.pt"
     gradients_persist = True  # in DDP's communication buckets, which stay allocated
     buckets_are_final = False  # after the first step DDP makes its buckets anew, once
-    reduces_in_backward = True
+    rehearses_first_steps = True
     # `averages`: backward of this micro-batch is to average gradients. `is_armed`: the same, but
     # True only after its forward: from then on DDP sends the gradients that backward computes.
-    averages = is_armed = False
+    will_average = is_armed = False
 
     def wrap(self, model: MiniGPT) -> nn.Module:
         # Gradients are views of DDP's communication buckets, which saves 4 bytes a parameter.
@@ -65,7 +65,7 @@ class DDPProcess(Torchrun):
         group = self.new_device_group()
         self.wrapper: Any = DDP(model, process_group=group, gradient_as_bucket_view=True)
         # This hook runs when the model's forward ends. Then DDP's forward ends, and arms DDP.
-        model.register_forward_hook(lambda *_: setattr(self, "is_armed", self.averages))
+        model.register_forward_hook(lambda *_: setattr(self, "is_armed", self.will_average))
         if self.args.compress_gradients and self.world_size > 1:
             # (DDP rejects this hook by its name without NCCL. A lambda works, also on gloo.)
             self.wrapper.register_comm_hook(group, lambda g, bucket: bf16_compress_hook(g, bucket))
@@ -73,7 +73,7 @@ class DDPProcess(Torchrun):
 
     def gradient_sync(self, now: bool) -> AbstractContextManager[Any]:
         # DDP decides in *forward* whether the next backward averages gradients.
-        self.averages, self.is_armed = now, False
+        self.will_average, self.is_armed = now, False
         return nullcontext() if now else self.wrapper.no_sync()
 
     def can_retry_alone(self) -> bool:
@@ -88,7 +88,7 @@ class DDPProcess(Torchrun):
         # After the first step DDP knows in which order backward computes gradients. The next
         # forward makes new buckets in that order. Free the old buckets here, with the gradients in
         # them. Later steps keep the buckets, and set the gradients in them to zero.
-        self.averages = self.is_armed = False  # (an evaluation calls the forward hook, too)
+        self.will_average = self.is_armed = False  # (an evaluation calls the forward hook, too)
         if self.buckets_are_final:
             self.discard_gradients(optimizer)
         else:

@@ -57,9 +57,8 @@ class FSDPProcess(DDPProcess):
     """
 
     script, default_checkpoint_path = "train_fsdp.py", "checkpoints/minigpt_fsdp.pt"
-    # (Gradients do travel in backward, but `can_retry_alone` is False anyway: no rehearsal would
-    # help.)
-    gradients_persist = has_own_policy = reduces_in_backward = False
+    # A rehearsal of the first steps would not help: `can_retry_alone` is False anyway.
+    gradients_persist = has_own_policy = rehearses_first_steps = False
 
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)
@@ -82,17 +81,22 @@ class FSDPProcess(DDPProcess):
         # weights belong to the rest then.
         self.group = cast(dist.ProcessGroup, self.new_device_group() or dist.group.WORLD)
         mesh = DeviceMesh.from_group(self.group, self.device.type)
-        in_low = self.args.gather_dtype == "bfloat16"
-        low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        policy = low if in_low else MixedPrecisionPolicy()
+        in_bfloat16 = self.args.gather_dtype == "bfloat16"
+        bfloat16_policy = MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32, cast_forward_inputs=False
+        )
+        policy = bfloat16_policy if in_bfloat16 else MixedPrecisionPolicy()
         in_tables = nn.ModuleList(position_tables(model)).parameters()
-        not_rest = {*in_tables, *params_gathered_by_block(model.blocks, in_low)}
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=not_rest)
+        gathered_apart = {*in_tables, *params_gathered_by_block(model.blocks, in_bfloat16)}
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=gathered_apart)
         for table in position_tables(model):
             fully_shard(table, mesh=mesh).set_unshard_in_backward(False)
         for block in model.blocks:
             fully_shard(
-                block, mesh=mesh, mp_policy=policy, ignored_params={*block.parameters()} - not_rest
+                block,
+                mesh=mesh,
+                mp_policy=policy,
+                ignored_params={*block.parameters()} - gathered_apart,
             )
         # gloo returned the sum for AVG (pytorch#162338). So reduce by SUM; FSDP divides by itself.
         for module in (model, *position_tables(model), *model.blocks):

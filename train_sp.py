@@ -101,14 +101,14 @@ class SPProcess(FSDPProcess):
         if labels is None:
             self.sequence.stop_sharding()
             return forward(ids, **kwargs)
-        # Shard only after shifting: my last label is the next rank's first token.
-        mine, has_label = self.sequence.start_sharding(ids.size(1)), labels != -100
-        # The position of my first token is `start`. (Attention sees whole sequences: there, in
-        # `attend`, rotary positions begin with 0.)
-        loss = forward(ids[:, mine], labels[:, mine], start=mine.start)
+        # Labels were shifted before the split: my last label is the next rank's first token.
+        my_tokens, has_label = self.sequence.start_sharding(ids.size(1)), labels != -100
+        # The position of my first token is `start`. (If you add rotary positions in `attend`, count
+        # from 0 there: attention sees whole sequences.)
+        loss = forward(ids[:, my_tokens], labels[:, my_tokens], start=my_tokens.start)
         # `loss` is the mean over my labels. The mean of all ranks' means would be wrong: some ranks
         # have more labels than others.
-        n_mine, n_all = has_label[:, mine].sum(), has_label.sum()
+        n_mine, n_all = has_label[:, my_tokens].sum(), has_label.sum()
         share = loss.where(n_mine > 0, 0.0) * n_mine / n_all
         # FSDP averages gradients over the ranks, and the sum is needed: multiply by their number.
         return WithBackward.apply(

@@ -34,7 +34,7 @@ class OneProcess:
     # Gradients are sent during backward, so backward cannot be repeated, and the first steps are
     # rehearsed: see `retry_with_less_memory`. (False with shards: there forward cannot be repeated,
     # either.)
-    reduces_in_backward = False
+    rehearses_first_steps = False
     local_world_size = 1  # number of processes on this machine
     # Number of processes that share weights, gradients and moments (the planner reads this, too).
     shard_degree = 1

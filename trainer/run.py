@@ -148,7 +148,7 @@ def retry_with_less_memory(run: Run, accumulate: Callable[..., list[Tensor]]) ->
     """
     if run.args.on_out_of_memory == "stop":
         return accumulate(run)
-    if run.process.reduces_in_backward and run.clock.steps < N_REHEARSAL_STEPS:
+    if run.process.rehearses_first_steps and run.clock.steps < N_REHEARSAL_STEPS:
         attempt(run, lambda run: accumulate(run, average=False))
         run.process.discard_gradients(run.optimizer)
     return attempt(run, accumulate)
