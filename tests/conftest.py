@@ -93,7 +93,7 @@ def path(tmp_path) -> Path:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """Folder of the token cache. (This hides pytest's own `planner_cache`, which no test needs.)"""
+    """Folder of the token cache. (This hides pytest's own `cache`, which no test needs.)"""
     monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
     return tmp_path / "cache"
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from cases.shapes import CONFIG
-from harness.runs import ready
+from harness.runs import ready, train_here
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor
@@ -93,3 +93,9 @@ def test_sizes_of_chunks(n_tokens, d_ff, asked):
         assert (before or [last])[0] * d_ff <= max(
             policies.MLP_CHUNK_ELEMENTS, 64 * d_ff
         ) + 64 * d_ff
+
+
+def test_a_run_says_that_it_cuts_nothing(tmp_path, capsys):
+    assert train_here(tmp_path / "run.pt", "--mlp-chunks=2", "--num-steps=1") == 0
+    said = "note     --mlp-chunks 2: --use-activation-checkpoint none recomputes no MLP half"
+    assert said in capsys.readouterr().out

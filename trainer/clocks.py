@@ -75,7 +75,7 @@ class StepClock:
 
     @contextmanager
     def paused(self, phase: str) -> Iterator[None]:
-        """Count the time inside for `phase_slice`, then return to the phase before."""
+        """Count the time inside for `phase`, then return to the phase before."""
         interrupted = self.phase
         self.begin_phase(phase)
         try:

@@ -359,7 +359,7 @@ def make_request(
         processes: number of processes on one machine, of train_ddp.py by default; None:
             train_minimal.py.
         sharded: the processes run train_fsdp.py.
-        shared: with `sharded`, the processes share each sequence: train_sp.py.
+        sequence_parallel: with `sharded`, the processes share each sequence: train_sp.py.
     Raises:
         UsageError: flags that contradict each other or this machine.
         DataError: the tokenizer cannot be loaded.
@@ -617,7 +617,8 @@ def check_memory(request: PlanRequest, process: OneProcess, needed: int) -> str:
     on_gpu = process.device.type == "cuda"
     capacity = f"the {'GPU' if on_gpu else 'machine'} has {format_bytes(total or 0)}"
     if total is not None and processes * needed > total:
-        full = replace(budget, limit_bytes=min(request.usable_bytes, total))
+        limit = min(budget.limit_bytes or total, total // processes)
+        full = replace(budget, limit_bytes=limit)
         raise PredictedOutOfMemory(
             f"out of memory before the first step: {need}, {capacity}; with "
             f"{settings(request.args)}; {replace(request, memory_budget=full).fitting_change()[0]}"

@@ -72,7 +72,7 @@ def typed_flags(state: State) -> dict[str, Any]:
     if "typed" in state:
         return {name: saved[name] for name in state["typed"]}
     # An older snapshot does not record which flags were typed, so all count. But a run's length is
-    # set by one flag: num_steps follows from another one of LENGTHS, if there is any.
+    # set by one flag: num_steps follows from another one of RUN_LENGTH_FLAGS, if there is any.
     others = [name for name in RUN_LENGTH_FLAGS[1:] if saved.get(name) is not None]
     return {name: saved[name] for name in saved if name != "num_steps" or not others}
 

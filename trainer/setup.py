@@ -103,9 +103,9 @@ def start_run(
     origin = resumed or open_init_from(args)
     resolve_defaults(args, process.replicas)
     if args.mlp_chunks != 1 and not recompute_plan_of(args).supports_mlp_chunks:
-        raise UsageError(
-            f"--mlp-chunks {args.mlp_chunks}: --use-activation-checkpoint "
-            f"{args.use_activation_checkpoint} replays no MLP half; mlp, sdpa and full do"
+        process.print0(
+            f"note     --mlp-chunks {args.mlp_chunks}: --use-activation-checkpoint "
+            f"{args.use_activation_checkpoint} recomputes no MLP half; mlp, sdpa and full do"
         )
     if resumed is not None:
         resume.check_flags(args, resumed)
@@ -349,7 +349,7 @@ def check_techniques(
     Its result and all gradients must be equal to the bit; the loss and its gradients must be equal
     up to rounding. The model may be on device "meta", and is not changed.
 
-    `precision`: dtype of autocast; float32: no autocast. `sequence_parallel`: processes share each
+    `precision`: dtype of autocast; float32: no autocast. `shared`: processes share each
     sequence, so a block may look at other tokens only in Attention.attend.
 
     Raises UsageError that names the difference and a remedy.

@@ -230,9 +230,10 @@ def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> st
     policy = run.model.config.recompute
     with suppress(Exception):  # planning may fail for lack of memory, too
         less = run.next_smaller_step(policy)
-    now = settings(with_flags(args, use_activation_checkpoint=policy))
     back = f"; {resume_hint(run)}" if run.saved_step else ""
-    return f"{now}; try {suggest_change(args, run.process.device.type, less)}{back}"
+    args = with_flags(args, use_activation_checkpoint=policy)
+    change = suggest_change(args, run.process.device.type, less)
+    return f"{settings(args)}; try {change}{back}"
 
 
 def resume_hint(run: Run | None) -> str:

@@ -154,7 +154,7 @@ def read_snapshot(path: Path) -> State:
 
     A copy on the GPU, beside model and optimizer, would take their memory a second time. The
     checksums in the file are verified first: `torch.save` writes them, but
-    `torch.load_weights_only` ignores them, and would accept a flipped bit in a weight.
+    `torch.load` ignores them, and would accept a flipped bit in a weight.
 
     Raises SnapshotError if the file is missing, damaged, or no snapshot of this project.
     """
@@ -189,7 +189,7 @@ def load_weights_only(file: Path | BinaryIO, device: str) -> Any:
 
 
 def find_defect(state: Any) -> str | None:
-    """Return the first key of KEYS that is missing in `state` or has another type; None if none."""
+    """Return the first key of KEY_TYPES that is missing in `state`, or has another type."""
     for key, kind in KEY_TYPES.items():
         if not isinstance(state, dict) or not isinstance(state.get(key), kind):
             return key

@@ -45,12 +45,14 @@ class Torchrun(OneProcess):
             self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             self.address = os.environ["MASTER_ADDR"]
             seconds = float(os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S))
-        except (KeyError, ValueError) as error:  # a variable is missing, or is not a number
+            self.timeout = timedelta(seconds=seconds)
+            if not 0 <= self.rank < self.world_size:
+                raise ValueError(f"RANK {self.rank} of WORLD_SIZE {self.world_size}")
+        except (KeyError, ValueError, OverflowError) as error:  # a variable is missing, or wrong
             raise UsageError(
                 f"{self.script} ({str(error)[:80]}): start it with torchrun: torchrun "
                 f"--nproc-per-node=2 {self.script} (for one device: python train_minimal.py)"
             ) from None
-        self.timeout = timedelta(seconds=seconds)
         super().__init__(self.local_device(args.device))
         # The store remembers the id of the run: all processes have the same id, also those that
         # `torchrun --max-restarts` starts later. (See resume.load_own_run.)
@@ -125,6 +127,9 @@ class Torchrun(OneProcess):
         try:
             dist.init_process_group("gloo", **options)
         except RuntimeError as error:
+            if "EADDRINUSE" in str(error):
+                port = f"MASTER_PORT={self.port}"
+                raise UsageError(f"{port}: another program has this port; choose another") from None
             if not NO_WAY.search(str(error)):
                 raise
             raise UsageError(

@@ -112,8 +112,6 @@ REFUSED = {  # by whom; words: what the line must say
         "--use-activation-checkpoint=mlp,cheap": "not 'mlp,cheap': N and K are whole numbers, and",
         "--use-activation-checkpoint=auto:3": "must be auto or .* not 'auto:3': a POLICY is one of",
         "--min-lr=1": "--min-lr 1 is above --lr",
-        "--mlp-chunks=2": "--mlp-chunks 2: .*-checkpoint none .* mlp, sdpa and full do",
-        "--mlp-chunks=0 --use-activation-checkpoint=attn:1,cheap": "--mlp-chunks 0: .*attn:1,cheap",
         "--mlp-chunks=2 --use-activation-checkpoint --compile": "--mlp-chunks 2: .*; --no-compile",
         "--device=cuda": "--device cuda: .* try --device cpu",
         "--seq-len=999 --checkpoint-path=new/run.pt": "--seq-len 999 needs 1000 .* lower --seq-len",
