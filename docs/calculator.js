@@ -184,7 +184,7 @@ class Walk {
     this.place = "backward";
     this.add("temporaries", wide, "temporaries", -wide, "activations", -NC * this.dropout);
     this.add("gradients", 4 * (positions * C + 2 * C) * (1 - ddp));
-    const channels = ceil(C / ceil((V * C) / (2 * SLICE))); // at a time: TiedLookup
+    const channels = ceil(C / ceil((V * C) / (2 * SLICE))); // at a time: TiedEmbeddingFunction
     this.add("temporaries", 4 * V * channels, "temporaries", -4 * V * channels - 4 * NC);
     this.add("head", -4 * V * C * ddp);
     if (n === 1) return;
@@ -201,7 +201,7 @@ class Walk {
     const tables = [s.V, s.positions].map((rows) => ceil(rows / n) * s.C);
     const adamws = [...tables, ...Array(muon ? 0 : s.L).fill(areas).flat()];
     let most = lean ? mostCopied(adamws) : 0;
-    // `look_ahead` has gradients, momenta and a mean of both, 4 each, and that in bfloat16, 2; or
+    // `nesterov_momentum` has gradients, momenta and a mean of both, 4 each, and that in bfloat16, 2; or
     // `orthogonalize`, in float32, what it gets and makes and 3 squares (in factors 5), 4 each.
     for (const [rows, columns] of muon ? matrices : []) {
       const alike = s.L * matrices.filter(([r, c]) => r === rows && c === columns).length;

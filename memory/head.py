@@ -4,9 +4,9 @@ In a small GPT the head, not the blocks, fills memory first. Computed at once, t
 the logits, its gradient and the gradient of the logits take 12 bytes for each of N * V entries:
 1.2 GB for B=2, T=1024 and a vocabulary of 50,257 tokens. Two ideas help, one class each:
 
-    ChunkedHeadLoss    compute the loss in chunks of tokens: only one chunk has logits at a time
-    TiedEmbeddingFunction         use one buffer for both gradients of the weight of embedding and
-    head
+    ChunkedHeadLoss          compute the loss in chunks of tokens; one chunk has logits at a time
+    TiedEmbeddingFunction    use one buffer for both gradients of the weight that the embedding
+                             and the head share
 
 Shapes: B batch, T time, N tokens (B * T), n tokens of a chunk, r tokens of a slice, C channels,
 V vocabulary.

@@ -25,11 +25,11 @@ ROOMS = {
     "the root": 414,
     "memory": 488,
     "planner": 1_012,
-    "trainer": 2_193,
+    "trainer": 2_196,
     "data": 663,
     "scripts": 1_444,
     "studies": 348,
-    "all without tests": 6_562,
+    "all without tests": 6_565,
     "tests": 5_940,
 }
 FILES_IN = {"trainer": 17, "scripts": 15}

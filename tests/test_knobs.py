@@ -41,7 +41,8 @@ OFFLOAD = "--use-activation-checkpoint full+offload"
 def test_it_is_told_what_costs_least(flags, device, less, wanted):
     """Of what is not so yet. `smaller_step`: the policy that is predicted to need less."""
     step = SimpleNamespace(config=SimpleNamespace(recompute=less)) if less else None
-    said = suggest_change(parse(flags), device, step)
+    args = parse(flags)
+    said = suggest_change(args, device, args.use_activation_checkpoint, step)
     assert said.startswith(f"{wanted} (" if wanted else "what changes the training: ")
 
 

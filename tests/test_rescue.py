@@ -161,10 +161,10 @@ def test_a_step_that_is_looked_at(step, flags, backward, path, capsys):
 
 CANNOT = {
     "it is not wanted": ("--on-out-of-memory=stop", 1, f"none; try {POLICY} "),
-    # With all that are left, too.
+    # With all that are left, too. The way out keeps the last of them.
     "no other policy": (
         *(f"{POLICY}=full/2", 9),
-        "attn; try --batch-size 1 --grad-accum-steps 2 (the same",
+        f"attn; try {POLICY} attn --batch-size 1 --grad-accum-steps 2 (the same",
     ),
     "nothing at all": (f"{POLICY}=attn --batch-size=1", 1, "attn; try what changes the training"),
 }

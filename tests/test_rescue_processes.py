@@ -156,14 +156,14 @@ def test_where_all_have_to_know_torchrun_starts_them_again_and_deeper(
 )
 def test_started_again_as_it_was(faults, flags, tmp_path):
     """After an update that ran out, and where no policy needs less (qkv:1,attn): as often as
-    torchrun allows. The other process, which waits for that one, has nothing to add."""
+    torchrun allows. The other process may say that this one is gone."""
     path, flags = tmp_path / "run.pt", ["--no-amp", "--save-interval=1", *flags.split()]
     result = restarted(path, f"{faults} {faults}:1", *flags)
     killed, is_told = "kill" in faults, "attn" in flags[-1]
     assert re.search(f"exitcode +: {-9 if killed else 4} ", result.stderr)
     assert result.stdout.count("memory ran out with") == is_told
     found = [line for line in errors(result) if line.startswith("error: out of memory with ")]
-    assert len(found) == (0 if killed else 2) and len(errors(result)) <= 2 * (1 + (not is_told))
+    assert len(found) == (0 if killed else 2) and len(errors(result)) <= 4
     assert snapshot(path)["step"] == 2 and len(set(recompute(path))) == 1
 
 

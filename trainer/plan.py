@@ -81,17 +81,23 @@ class FlagChange(NamedTuple):
         return " ".join(to_argv(self.flags))
 
 
-def suggest_change(args: Flags, device_type: str, smaller_step: StepMemory | None) -> str:
+def suggest_change(
+    args: Flags, device_type: str, policy: str, smaller_step: StepMemory | None
+) -> str:
     """Return the first change that could help a run that ran out of memory: "FLAGS (COST)".
 
+    `policy`: the recompute policy in use, which may need less than the one in `args`.
     `smaller_step`: a step with the next policy that is predicted to need less memory; None: no such
     policy. If no flag change is left that keeps the training the same, the text is OTHER_TRAINING.
     """
-    first, *others = changes_with_same_training(args, device_type)
+    in_use = {POLICY: policy} if policy != args.use_activation_checkpoint else {}
+    first, *others = changes_with_same_training(with_flags(args, **in_use), device_type)
     if smaller_step is not None and not first.flags:
         first = FlagChange({POLICY: smaller_step.config.recompute}, SLOWER)
     change = next((change for change in (first, *others) if change.flags), None)
-    return f"{change.command} ({change.cost})" if change else OTHER_TRAINING
+    if change is None:
+        return OTHER_TRAINING
+    return f"{FlagChange(in_use | change.flags, '').command} ({change.cost})"
 
 
 def settings(args: Flags) -> str:

@@ -231,9 +231,9 @@ def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> st
     with suppress(Exception):  # planning may fail for lack of memory, too
         less = run.next_smaller_step(policy)
     back = f"; {resume_hint(run)}" if run.saved_step else ""
-    args = with_flags(args, use_activation_checkpoint=policy)
-    change = suggest_change(args, run.process.device.type, less)
-    return f"{settings(args)}; try {change}{back}"
+    now = settings(with_flags(args, use_activation_checkpoint=policy))
+    change = suggest_change(args, run.process.device.type, policy, less)
+    return f"{now}; try {change}{back}"
 
 
 def resume_hint(run: Run | None) -> str:
