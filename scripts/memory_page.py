@@ -186,7 +186,7 @@ def policies(request: PlanRequest) -> tuple[dict[str, dict[str, Any]], str]:
     """Return the policies of the page (name -> arguments of `Planner.record`), and the name of the
     one that is shown first."""
     config, settings = request.config, dict(POLICIES)
-    if request.args.use_activation_checkpoint in AUTO:
+    if request.args.use_activation_checkpoint == AUTO:
         config = request.pick_recompute().config
     if config.loss_chunks:  # --loss-chunks fixes the head of all policies
         del settings["plain"]

@@ -98,7 +98,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args.implied = dict.fromkeys(args.typed - typed)  # set by --init-from: not typed in a command
     args.typed_policy = None
     is_typed = "use_activation_checkpoint" in typed
-    if args.at_peak and is_typed and args.use_activation_checkpoint not in flags.AUTO:
+    if args.at_peak and is_typed and args.use_activation_checkpoint != flags.AUTO:
         args.typed_policy = format_recompute_plan(flags.recompute_plan_of(args))
     args.use_activation_checkpoint = "none"  # each row changes a run without recompute
     flags.resolve_defaults(args, 1 if args.sp else args.nproc_per_node or 1)

@@ -49,12 +49,6 @@ def test_it_is_told_what_costs_least(flags, device, less, wanted):
 # ---- a prediction
 
 
-MUON, HALF = "--optimizer muon", "--moments-dtype bfloat16"
-STATE = (
-    f"{FULL} --n-layers 24 --d-model 1024 --batch-size 1 --seq-len 8"  # is most of what it takes
-)
-
-
 def test_what_it_says_fits_and_nothing_cheaper_does():
     """By the planner itself; the less room, the more has to change."""
     args = parse(f"{SHAPE} --n-layers 6 --d-model 32 --grad-accum-steps 2")

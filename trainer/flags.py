@@ -43,7 +43,7 @@ MAX_SIZES = {  # of a model's shape, by field of MiniGPTConfig
     **dict.fromkeys(("n_heads", "d_model", "d_ff"), 10**6),
     **dict.fromkeys(("max_position_embeddings", "vocab_size"), MAX_COUNT),
 }
-AUTO = ("auto",)  # the run chooses its own policy
+AUTO = "auto"  # the run chooses its own policy
 RUN_LENGTH_FLAGS = ("num_steps", "num_tokens", "num_epochs")  # only one of them may be typed
 # A removed flag -> its replacement.
 REPLACED_FLAGS = {
@@ -184,7 +184,7 @@ def policy_string(text: str) -> str:
 
     The number of layers is not known yet, so `POLICY:N` is checked against MAX_LAYERS.
     """
-    if text not in AUTO:
+    if text != AUTO:
         try:
             parse_recompute_plan(text, MAX_LAYERS)
         except ValueError as error:
@@ -196,7 +196,7 @@ def policy_string(text: str) -> str:
 def auto_as_full(policy: str) -> str:
     """Return `full` for `auto`, else the policy unchanged. (A wrong string such as `auto:3` stays
     wrong.)"""
-    return policy.replace("auto", "full") if policy in AUTO else policy
+    return "full" if policy == AUTO else policy
 
 
 def recompute_plan_of(args: argparse.Namespace) -> RecomputePlan:

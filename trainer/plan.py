@@ -97,7 +97,7 @@ def suggest_change(
     change = next((change for change in (first, *others) if change.flags), None)
     if change is None:
         return OTHER_TRAINING
-    return f"{FlagChange(in_use | change.flags, '').command} ({change.cost})"
+    return f"{' '.join(to_argv(in_use | change.flags))} ({change.cost})"
 
 
 def settings(args: Flags) -> str:
@@ -470,7 +470,7 @@ def plan_memory(
     n, shards, ddp = process.world_size, process.shard_degree, process.gradients_persist
     common = args, config.vocab_size, process.device, precision, budget, card
     request = PlanRequest(*common, ddp, n, shards, process.sp_degree)
-    chooses_alone = args.use_activation_checkpoint in AUTO and process.has_own_policy
+    chooses_alone = args.use_activation_checkpoint == AUTO and process.has_own_policy
     plan_locally = partial(plan_on_this_rank, request, process, config)
     plan = (
         process.run_on_all_ranks(plan_locally)
@@ -493,7 +493,7 @@ def plan_on_this_rank(
     Rank 0 runs this for all processes, unless each of them chooses its own policy (`auto`).
     """
     words, card = "", request.card
-    if request.args.use_activation_checkpoint in AUTO:
+    if request.args.use_activation_checkpoint == AUTO:
         chosen = choose_recompute(request)
         config = chosen.config
         criterion = f"the least time (predicted for {card.name})" if card else "the least recompute"

@@ -38,8 +38,6 @@ TINY = (
     "--save-interval 0 --eval-tokens 0 --sample-tokens 0 --device cpu --data-seed 3"
 ).split()
 TINY_MODEL = TINY[TINY.index("--n-layers") :]  # for other data
-N_LENGTH = TINY.index("--num-steps")
-TINY_FREE = TINY[:N_LENGTH] + TINY[N_LENGTH + 2 :]  # of any length
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 FAULTS = "tests/harness/faults.py"  # runs a trainer with the faults of FAULTS, and PAUSE
