@@ -146,14 +146,22 @@ def test_gpt2_that_cannot_be_had_is_one_line(monkeypatch, tmp_path, network: str
             load_tokenizer("gpt2")
 
 
-def test_a_name_of_tiktoken_keeps_its_pattern_and_specials(monkeypatch, bpe: Tokenizer) -> None:
-    specials = {"<|fim|>": 1500, "<|endoftext|>": 1450}
+@pytest.mark.parametrize(
+    "specials, ids",
+    [
+        ({"<|fim|>": 1500, "<|endoftext|>": 1450}, (1450, 1501)),
+        ({"<|fim|>": 1500}, (1501, 1502)),  # a vocabulary without one gets it behind its last id
+    ],
+)
+def test_a_name_of_tiktoken_keeps_its_pattern_and_specials(
+    monkeypatch, bpe: Tokenizer, specials: dict[str, int], ids: tuple[int, int]
+) -> None:
     encoding = tiktoken.Encoding(
         "x", pat_str=r"\S+|\s+", mergeable_ranks=bpe.ranks, special_tokens=specials
     )
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
     tokenizer = load_tokenizer("p50k_base")
-    assert (tokenizer.eot_id, tokenizer.vocab_size) == (1450, 1501)
+    assert (tokenizer.eot_id, tokenizer.vocab_size) == ids
     for one in (tokenizer, Tokenizer.from_state(tokenizer.state())):
         assert one.encode(HARD).tolist() == encoding.encode_ordinary(HARD)
     assert tokenizer.decode([1470]) == "\ufffd"  # a hole between the special tokens

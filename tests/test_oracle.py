@@ -175,3 +175,4 @@ def test_learning_rates_by_hand(warmup, scheduler, rates):
     schedule = f"--warmup-steps={warmup} --lr-scheduler={scheduler}"
     args = parse(f"--lr=8 --min-lr=2 --num-steps=8 {schedule}")
     assert [learning_rate(step, args) for step in range(1, 9)] == pytest.approx(rates)
+    assert parse(f"--lr=8 --min-lr=8 {schedule}").min_lr == 8  # as high as --lr, and no higher

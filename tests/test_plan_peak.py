@@ -9,7 +9,7 @@ from harness.answers import ask, budget_for
 from harness.records import each_kind, record
 from harness.runs import ROOT
 
-from scripts import plan_memory
+from scripts import plan_memory, plan_table
 from scripts.plan_table import LINES, at_peak, format_peak, record_step
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("everything_travels")
 
 
 @each_kind
-def test_groups_are_the_peak_to_the_byte(way, setting):
-    """Each storage is in one of them, and said to be what it is."""
+def test_groups_are_the_peak_to_the_byte(monkeypatch, way, setting):
+    """Each storage is in one of them, and said to be what it is. The list names all, if it may."""
     step = record(way, setting)
     groups = at_peak(step)
     sizes = [group["bytes"] for group in groups]
@@ -29,6 +29,8 @@ def test_groups_are_the_peak_to_the_byte(way, setting):
     assert not any(group["why"].strip().endswith(" of") for group in groups)
     of_kind = Counter(group["kind"] for group in groups)
     assert all(of_kind[kind] <= 1 for kind in ("parameters", "gradients", "optimizer"))
+    monkeypatch.setattr(plan_table, "LINES", len(groups))
+    assert " others" not in format_peak(step)
 
 
 # ---- of which step
