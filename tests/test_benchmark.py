@@ -103,7 +103,7 @@ def test_medians_stand_beside_predictions(bench):
         assert (row["peak_bytes"], row["predicted_bytes"]) == (3 << 20, step.peak)
     _, _, first, second = (line.strip("| ").split(" | ") for line in done.out.splitlines()[:4])
     assert first[:2] == ["none", "4,000.0 ms"] and second[:2] == ["selective", "9,000.0 ms"]
-    assert "+125.0%" in second
+    assert "+125.0%" in second and second[6] == "3.0 MiB"
 
 
 def test_a_worker_that_runs_out_of_memory_is_no_crash(monkeypatch, capsys):

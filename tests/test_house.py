@@ -30,7 +30,7 @@ ROOMS = {
     "scripts": 1_444,
     "studies": 348,
     "all without tests": 6_565,
-    "tests": 5_940,
+    "tests": 5_945,
 }
 FILES_IN = {"trainer": 17, "scripts": 15}
 # Of a file: what is read from top to bottom, and pages.

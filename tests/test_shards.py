@@ -64,6 +64,8 @@ def test_rows_that_do_not_divide_are_rounded_up(n):
     ]
     least = state_bytes_per_rank(state_bytes(WIDE), WIDE, n)
     assert least < plan.step(1, recompute="full").peak
+    gathered = [*plan.model.token_embedding.parameters(), *plan.model.ln_f.parameters()]
+    assert least == state_bytes(WIDE) // n + sum(p.nbytes for p in gathered)
     assert state_bytes_per_rank(100, WIDE, 1) == 100
 
 
