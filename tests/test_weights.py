@@ -131,8 +131,6 @@ def test_transformers_and_ours_find_the_same_model(run, exported, capsys):
     assert type(theirs.eval()).__name__ == "GPT2LMHeadModel" and theirs.config.attn_pdrop == 0.2
     words = transformers.AutoTokenizer.from_pretrained(exported)
     assert words(TEXT).input_ids == saved.encode(TEXT).tolist()
-    spaced = "if ( x ) : do n't , it 's 100 % ."  # transformers may tidy such blanks
-    assert words.decode(words(spaced).input_ids) == spaced
     assert words.eos_token_id == words.bos_token_id == saved.eot_id
     start = torch.tensor([[tokenizer.eot_id, *tokenizer.encode("def ").tolist()]])
     how = {"do_sample": False, "max_new_tokens": 50, "max_length": None, "eos_token_id": None}
