@@ -1,8 +1,9 @@
 """Plan one training step of any model: an nn.Module whose forward returns a loss.
 
-A copy of the model runs the step on fake tensors, which have shapes but no data. This needs no GPU
-and almost no memory, and does not change the model. For MiniGPT `Planner` (planner/step.py) can do
-more: all recompute policies, sharding, the largest batch that fits.
+A copy of the model runs the step on fake tensors, which have shapes but no data. The simulation
+needs no GPU and almost no memory, and it does not change the model. For MiniGPT use `Planner`
+(planner/step.py): it also plans all recompute policies and sharding, and finds the largest batch
+that fits.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ from .step import (
 )
 from .timeline import StepMemory, split_into_segments
 
-# Exceptions of a model on fake tensors -> the reason, for the error message.
+# Exception that a model raises on fake tensors -> the reason that the error message gives.
 WHY_NOT: dict[type[Exception], str] = {
     DataDependentOutputException: "it needs the value of a tensor, and fake tensors have none",
     DynamicOutputShapeException: "it needs the values of a tensor, and fake tensors have none",
@@ -52,31 +53,35 @@ def plan_step(
     precision: torch.dtype = torch.float32,
     device_type: str = "cpu",
 ) -> StepMemory:
-    """Return the memory of one training step of `model`, in bytes: forward, backward, update.
+    """Return the memory, in bytes, of one training step of `model`: forward, backward and update.
 
-    The step is not the first one: the optimizer's state of all trained weights exists before it.
-    Outputs of forward other than the loss, such as logits, are freed before backward, as in
-    `model(**batch).loss.backward()`. Tensors that no module has registered are not counted, and
-    tensors in closures and globals are not copied. On a CPU an nn.LSTM takes more than planned,
-    because it has its own kernel there.
+    The planned step is not the first step of a run. So the optimizer's state of all trained weights
+    exists before the step begins. Outputs of forward other than the loss, such as logits, are freed
+    before backward, as in `model(**batch).loss.backward()`. Tensors that are neither parameters nor
+    registered buffers of a module are not counted. Tensors in closures and globals are not copied.
+    On a CPU an nn.LSTM takes more memory than planned, because torch has a separate CPU kernel for
+    it.
 
     Args:
-        model: on any device ("meta", too), in training mode. It is not changed. Its forward returns
-            the loss (one element), an object with `.loss`, or a tuple that begins with the loss.
+        model: a module in training mode, on any device, also on "meta". The module is not changed.
+            Its forward returns the loss (one element), an object with `.loss`, or a tuple that
+            begins with the loss.
         batch: forward's keyword arguments (a dict), or its positional arguments (a tuple, a list).
-        optimizer: makes the optimizer of a list of the trained parameters: `torch.optim.AdamW`.
-        blocks: modules of the model, in the order in which they run. The plan lists each of them
-            separately.
-        recompute: "none", or "full": an activation checkpoint around each block
+        optimizer: function that makes the optimizer from a list of the trained parameters, such as
+            `torch.optim.AdamW`.
+        blocks: modules of the model, in the order in which they run. In the result each block has
+            its own segments of forward and backward.
+        recompute: "none", or "full". With "full" each block runs in an activation checkpoint
             (`torch.utils.checkpoint.checkpoint`).
         precision: dtype of autocast; float32: no autocast. (The plan uses the autocast of a CPU.
-            CUDA's runs more functions in float32, such as `torch.pow`. A model that calls them
-            takes more memory there.)
-        device_type: device of the step, "cpu", "cuda" or "mps"; the model may be on another one.
+            The autocast of CUDA runs more functions in float32, such as `torch.pow`. So a model
+            that calls these functions takes more memory on CUDA than planned.)
+        device_type: type of the device for which the step is planned: "cpu", "cuda" or "mps". The
+            model itself may be on another device.
 
     Raises ValueError if an argument is invalid, if forward returns no loss, if the model's code
-    depends on values of floating-point tensors, or if a recomputed block does not repeat what it
-    did in forward.
+    depends on values of floating-point tensors, or if the recomputation of a block saves other
+    tensors than the block's forward.
     """
     stack = list(dict.fromkeys(blocks)) if isinstance(blocks, Iterable) else []
     for is_wrong, message in (
@@ -100,8 +105,8 @@ def plan_step(
     if recompute == "full":
         for block in stack:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        # A recomputed block would fill a KV cache a second time. So turn the cache off, as the
-        # package transformers does when it turns checkpoints on.
+        # A recomputed block would fill a KV cache a second time. So turn the cache off. The package
+        # transformers does the same when its own activation checkpoints are on.
         configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
         for config in [config for config in configs if hasattr(config, "use_cache")]:
             config.use_cache = False
@@ -122,10 +127,10 @@ def simulate(
     precision: torch.dtype,
     device_type: str,
 ) -> StepMemory:
-    """Simulate a step of a fake model on a fake batch; return its memory in bytes.
+    """Simulate a training step of a model on fake tensors; return the step's memory in bytes.
 
-    Raises ValueError if no weight is trained, if forward returns no loss, or if the optimizer
-    updates parameters other than those that it is given.
+    Raises ValueError if no weight is trained, if forward returns no loss, or if the result of
+    `make_optimizer` updates parameters that were not passed to `make_optimizer`.
     """
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
     names = {tensor: name for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
@@ -138,7 +143,8 @@ def simulate(
         if not {*map(id, updated)} <= {*map(id, trained)}:
             raise ValueError("optimizer: make it of the parameters that it is given")
         for group in [g for g in optimizer.param_groups if g.get("foreach", 0) is None]:
-            # torch's default on the planned device. (For these tensors it would be the CPU's.)
+            # Set torch's default for the planned device. (torch itself would choose the default for
+            # a CPU, because these tensors are on a CPU.)
             group["foreach"] = device_type == "cuda" and not group.get("fused")
         make_state(optimizer, trained)
     with simulated_on(device_type, fake) as log:
@@ -159,7 +165,7 @@ def simulate(
 def loss_in(result: Any) -> Tensor:
     """Return the loss, a tensor of one element, from the result of forward.
 
-    Raises ValueError if the result has no loss, or a loss without a gradient.
+    Raises ValueError if the result has no loss, or if the loss does not require a gradient.
     """
     loss = getattr(result, "loss", result[0] if isinstance(result, tuple) else result)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -170,12 +176,18 @@ def loss_in(result: Any) -> Tensor:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor has no data in the simulation: fake, on "meta", or floating-point."""
+    """Return True for a tensor that has no data in the simulation.
+
+    Such a tensor is fake, is on the device "meta", or has floating-point elements.
+    """
     return isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.is_floating_point()
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU. If `is_fake`, it has no data: a fake mode must be on."""
+    """Return a copy of a tensor on the CPU.
+
+    The copy has no data if `is_fake(tensor)`. Call this function only inside a FakeTensorMode.
+    """
     if not is_fake(tensor):
         return tensor.to("cpu", copy=True)
     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
@@ -185,8 +197,8 @@ def copy_of(tensor: Tensor) -> Tensor:
 class FakeModeWithRealInts(FakeTensorMode):
     """Fake tensor mode in which integer tensors are real if they depend on integer tensors only.
 
-    Such tensors are small, and models branch on their values: does this mask contain padding, do
-    the positions start at 0 again?
+    Such tensors are small, and models branch on their values. For example, a model tests whether a
+    mask contains padding, or whether positions start at 0 again.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -1,7 +1,8 @@
 """Find the largest batch that fits, from the steps of two batch sizes.
 
-Each sequence adds the same number of bytes after an operator. The head is the exception: more
-tokens make more chunks, not larger chunks. So the head's bytes come from its formula, `head_bytes`.
+With each further sequence the bytes after an operator grow by the same number. So two batch sizes
+suffice to extrapolate. The head is the exception: with more tokens it has more chunks, not larger
+chunks. So the bytes of the head come from a formula: `head_bytes` in planner/formulas.py.
 """
 
 from bisect import bisect_right
@@ -17,16 +18,18 @@ MAX_BATCH = 10**6  # sequences
 def largest_batch(
     one: StepMemory, two: StepMemory, budget: int, head: Callable[[int], int], on_cpu: bool
 ) -> int:
-    """Return the largest number of sequences whose peak is at most `budget` bytes.
+    """Return the largest number of sequences with which a step's peak is at most `budget` bytes.
 
-    Return MAX_BATCH if the two steps run different operators. (Offload moves only tensors of at
-    least MIN_OFFLOAD_BYTES.)
+    Return MAX_BATCH if the two steps run different operators, because their bytes cannot be
+    extrapolated. (With offload a larger batch may run more operators: offload moves only tensors of
+    at least MIN_OFFLOAD_BYTES.)
 
     Args:
         one, two: steps with two different batch sizes.
-        head: maps a number of sequences to the head's bytes.
-        on_cpu: the peak includes offload's host buffers. Their padding does not grow evenly with
-            the batch. So it is left out, and the result is an upper bound.
+        head: function that maps a number of sequences to the head's bytes.
+        on_cpu: True if the step is planned for a CPU. Its peak then includes the host buffers of
+            offload. The padding of these buffers is not proportional to the batch. So the padding
+            is left out, and the result is an upper bound.
     """
     outside, heads = [], []
     for step in (one, two):
@@ -38,12 +41,16 @@ def largest_batch(
         return MAX_BATCH
 
     def at(sequences: int, known: Sequence) -> np.ndarray:
-        """Extrapolate bytes that grow evenly with the batch. `known`: bytes of `one` and `two`."""
+        """Return the bytes for a number of sequences, extrapolated linearly from `known`.
+
+        `known`: the bytes of the steps `one` and `two`.
+        """
         share = (sequences - one.batch_size) / (two.batch_size - one.batch_size)
         return known[0] + share * (known[1] - known[0])
 
-    # All bytes grow evenly, except those of the head's formula, because its chunks are whole. So
-    # find the largest batch that fits without them, then go down until it fits with them.
+    # All bytes grow linearly with the batch, except the bytes of `head`, because the head runs in
+    # whole chunks. So first find the largest batch that fits without the bytes of `head`. Then
+    # reduce the batch until it fits with these bytes.
     largest = bisect_right(range(1, MAX_BATCH), budget, key=lambda n: int(at(n, outside).max()))
     while largest > 0 and int(at(largest, heads)) + head(largest) > budget:
         largest -= 1
@@ -51,5 +58,5 @@ def largest_batch(
 
 
 def ops_outside_head(step: StepMemory) -> np.ndarray:
-    """Return the bytes after each operator outside the head: (operators,) int64."""
+    """Return the bytes after each operator that is not in the head: (operators,) int64."""
     return np.delete(step.total, step.phase_slice("head"))

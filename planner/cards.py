@@ -1,9 +1,10 @@
-"""Cards by name: memory, FLOP/s and bytes/s, with the source of each figure.
+"""List the known cards: memory, FLOP/s and bytes/s, with the source of each figure.
 
-FLOP/s are peaks from the makers, for the matrix products that training can use: without sparsity,
-and with float32 sums. (Sparsity doubles the figures that NVIDIA's data sheets print since Ampere.
-A GeForce has half the rate with float32 sums that it has with float16 sums.) roofline.py has the
-share of a peak that kernels reach.
+A card is a GPU that a user can name. FLOP/s are the maker's peak rates of matrix products as
+training can use them: without sparsity, and with sums in float32. (Since Ampere, NVIDIA's data
+sheets print the rates with sparsity, which are twice as high. With float32 sums a GeForce has half
+the rate that it has with float16 sums.) Kernels reach only a share of a peak; planner/roofline.py
+has this share.
 """
 
 import argparse
@@ -20,25 +21,30 @@ GIB = 2**30
 def card(
     name: str, gib: float, float32: float, bfloat16: float, float16: float, gb_per_s: float
 ) -> Card:
-    """Return a Card. `gib`: memory in GiB; three rates of products in TFLOP/s; `gb_per_s`: GB/s."""
+    """Return the Card with these figures.
+
+    `gib`: memory in GiB. `float32`, `bfloat16`, `float16`: peak TFLOP/s of matrix products in this
+    dtype. `gb_per_s`: peak bandwidth of the memory in GB/s.
+    """
     rates = float32 * 1e12, bfloat16 * 1e12, float16 * 1e12
     return Card(name, int(gib * GIB), rates, gb_per_s * 1e9)
 
 
-# Columns: memory in GiB; TFLOP/s in float32 (without TF32), bfloat16 and float16; GB/s. Memory is
-# the figure that CUDA reports, which is less than the sold one. For Apple it is the memory that
-# Metal allows a GPU.
+# Columns: memory in GiB; TFLOP/s in float32 (without TF32), bfloat16 and float16; GB/s. The memory
+# of an NVIDIA card is the figure that CUDA reports, which is less than the advertised figure. The
+# memory of an Apple chip is the memory that Metal allows the GPU to use.
 #
-# Source of NVIDIA's memory: the smallest figure that people saw on Linux, from
-# cudaGetDeviceProperties or from PyTorch when it was out of memory. Error correction takes a
-# sixteenth of T4, L4 and A10G, and of RTX 6000 Ada if it is on. The driver takes a part of every
-# card. Estimates from similar cards: RTX 3070, 3080, 4060 Ti, 4070, 4080, 5080, A10G, the PCIe
-# cards, H200.
+# Source of NVIDIA's memory: the smallest figure that people reported on Linux, from
+# cudaGetDeviceProperties or from PyTorch's out-of-memory error. Error correction (ECC) takes a
+# sixteenth of the memory of T4, L4 and A10G, and of RTX 6000 Ada if ECC is on. The driver takes a
+# part of the memory of every card. The memory of these cards is estimated from similar cards: RTX
+# 3070, 3080, 4060 Ti, 4070, 4080, 5080, A10G, the PCIe cards, H200.
 GEFORCE = (
-    # FLOP/s, GB/s: "FP16 Tensor with FP32 Accumulate" and "FP32" in the appendices of NVIDIA's
-    # whitepapers GA102 (3070, 3080, 3090), Ada (4080, 4090) and RTX Blackwell (5080, 5090). RTX
-    # 3060, 4060, 4060 Ti and 4070 came after these papers: their FLOP/s are CUDA cores x boost
-    # clock, from NVIDIA's product pages, x 2 in float32 and x 4 in bfloat16 and float16.
+    # Source of FLOP/s and GB/s: the appendices of NVIDIA's whitepapers GA102 (3070, 3080, 3090),
+    # Ada (4080, 4090) and RTX Blackwell (5080, 5090). FLOP/s are their lines "FP16 Tensor with FP32
+    # Accumulate" and "FP32". RTX 3060, 4060, 4060 Ti and 4070 came after these papers. Their FLOP/s
+    # are computed as CUDA cores x boost clock (from NVIDIA's product pages) x 2 in float32, and
+    # x 4 in bfloat16 and float16.
     card("RTX 3060 12GB", 11.6, 12.7, 25.5, 25.5, 360),
     card("RTX 3070", 7.6, 20.3, 40.6, 40.6, 448),
     card("RTX 3080 10GB", 9.6, 29.8, 59.5, 59.5, 760),
@@ -52,11 +58,12 @@ GEFORCE = (
     card("RTX 5090", 31.3, 104.8, 209.5, 209.5, 1792),
 )
 DATA_CENTRE = (
-    # NVIDIA's data sheets of V100 (SXM2), T4, RTX A6000 (a workstation card, whose error correction
-    # is off by default), RTX 6000 Ada, L4, A100, H100 (SXM and PCIe), H200 SXM and HGX B200. GB/s
-    # of T4: 5,001 MHz x 2 x 256 bits. A10G: figures of AWS. (69.5 TFLOP/s were measured. Many
-    # tables give it the 125 TFLOP/s of the A10, which is another card.)
-    # V100 and T4 have no bfloat16: it runs in float32.
+    # Source: NVIDIA's data sheets of V100 (SXM2), T4, RTX A6000, RTX 6000 Ada, L4, A100, H100 (SXM
+    # and PCIe), H200 SXM and HGX B200. The GB/s of T4 are computed: 5,001 MHz x 2 x 256 bits. The
+    # figures of A10G are those of AWS. (On an A10G 69.5 TFLOP/s were measured. Many tables give the
+    # A10G 125 TFLOP/s. That is the figure of another card, the A10.) RTX A6000 is a workstation
+    # card; its error correction is off by default.
+    # V100 and T4 have no hardware for bfloat16: products in bfloat16 run at the rate of float32.
     card("V100 16GB", 15.7, 15.7, 15.7, 125, 900),
     card("V100 32GB", 31.7, 15.7, 15.7, 125, 900),
     card("T4", 14.5, 8.1, 8.1, 65, 320),
@@ -73,15 +80,19 @@ DATA_CENTRE = (
     card("B200", 178.3, 75, 2250, 2250, 7700),
 )
 APPLE = (
-    # Each chip is sold with several memory sizes. The table has the smallest from 16 GB on: 16 GB
-    # for M1, M2, M3, M4 and Pro chips (M3 Pro 18, M4 Pro 24), 32 for M1 Max and M2 Max, 36 and 48
-    # for the other Max chips, 64 for Ultra. A GPU may use two thirds of up to 32 GB, and three
-    # quarters of more: recommendedMaxWorkingSetSize, seen with 16, 32 and 96 GB. For other sizes
-    # that is an estimate, and macOS 26 allows more. Chips are also sold with fewer GPU cores: the
-    # table assumes all cores if the name has no number of cores.
-    # GB/s: Apple's announcements and technical specifications (M4 Max's 410: unconfirmed). FLOP/s:
-    # announced for M1 to M1 Ultra and M2. M2 Pro and M2 Max: the M2's FLOP/s per core. M3 and M4:
-    # estimates, 256 FLOPs x cores x 1.4 and 1.57 GHz; other tables are up to 16 % higher.
+    # Each chip is sold with several memory sizes. The table has the smallest size from 16 GB on:
+    # 16 GB for M1, M2, M3, M4 and the Pro chips (but M3 Pro 18 GB, M4 Pro 24 GB), 32 GB for M1 Max
+    # and M2 Max, 36 GB or 48 GB for the other Max chips, 64 GB for M1 Ultra. A GPU may use two
+    # thirds of a memory of up to 32 GB, and three quarters of a larger memory. These shares are
+    # Metal's recommendedMaxWorkingSetSize, which people reported for 16, 32 and 96 GB. For other
+    # sizes the share is an estimate. macOS 26 allows a larger share. Chips are also sold with fewer
+    # GPU cores. If a name has no number of cores, the table assumes the chip with all cores.
+    #
+    # Source of GB/s: Apple's announcements and technical specifications (the 410 GB/s of M4 Max are
+    # unconfirmed). Apple announced the FLOP/s of M1 to M1 Ultra and of M2. The FLOP/s of M2 Pro and
+    # M2 Max are the M2's FLOP/s per core times their cores. The FLOP/s of M3 and M4 chips are
+    # estimates: 256 FLOPs per core and clock cycle, at 1.4 GHz (M3) or 1.57 GHz (M4). Other tables
+    # have up to 16 % more.
     card("M1", 10.6, 2.6, 2.6, 2.6, 68.25),
     card("M1 Pro", 10.6, 5.2, 5.2, 5.2, 200),
     card("M1 Max", 21.3, 10.4, 10.4, 10.4, 400),
@@ -100,8 +111,8 @@ APPLE = (
 )
 CARDS = {card.name: card for card in (*GEFORCE, *DATA_CENTRE, *APPLE)}
 
-# Other names of these cards, among them names that CUDA reports. Such a name may lack the memory
-# size, though cards with other sizes exist: then it means the size in the tables above.
+# Other name of a card -> its name in the tables above. CUDA reports some of these other names. If a
+# card is sold with several memory sizes, its name without a size means the size in the tables.
 ALIASES = {
     "RTX 3060": "RTX 3060 12GB",
     "RTX 3080": "RTX 3080 10GB",
@@ -130,11 +141,12 @@ CANONICAL_NAMES = {
 
 
 def card_name(text: str) -> str:
-    """Return the name in CARDS of the card that `text` means, or THIS_MACHINE: an argparse type.
+    """Return the name in CARDS of the card that `text` means, or THIS_MACHINE.
 
-    It accepts "RTX 4090", "rtx-4090", "4090", "a100_40gb", and names that
-    torch.cuda.get_device_name() returns. Raises ArgumentTypeError if the text means no card, or may
-    mean several. The message is one line with all names.
+    argparse calls this function for the value of --card. Valid texts are "RTX 4090", "rtx-4090",
+    "4090", "a100_40gb", and names that torch.cuda.get_device_name() returns. Raises
+    ArgumentTypeError if the text means no card, or may mean several. The message is one line with
+    all names.
     """
     if normalize_name(text) not in CANONICAL_NAMES:
         similar = [
@@ -151,22 +163,23 @@ def card_name(text: str) -> str:
 
 
 def find_card(device_name: str, memory: int) -> Card | None:
-    """Return the card with this name in CUDA and about `memory` bytes (15 %); None if unknown.
+    """Return the card that CUDA calls `device_name`; None if CARDS does not have this card.
 
-    A laptop's GPU, a part of a GPU (MIG) and other variants are other cards. So is an RTX 3060 of
-    8 GB.
+    The result is also None if `memory` (bytes) and the card's memory differ by 15 % or more. A
+    variant of a card is not the card: a laptop's GPU, a part of a GPU (MIG), an RTX 3060 with 8 GB.
     """
     card = CARDS.get(CANONICAL_NAMES.get(normalize_name(device_name), ""))
     return card if card and 0.85 < memory / card.memory < 1.15 else None
 
 
 def choose_card(args: argparse.Namespace, device: torch.device) -> Card | None:
-    """Return the card to estimate seconds for; None if it is unknown.
+    """Return the card for which seconds are estimated; None if the card is unknown.
 
-    `args`: a trainer's flags. --card names the card; without it, it is this machine's CUDA GPU if
-    CARDS has it. With --tf32 the card's float32 products are as fast as TF32: half of the bfloat16
-    rate, if that is more. `--card this-machine` measures the device, and attention at the model's
-    shape, in two or three seconds.
+    `args`: a trainer's flags. --card names the card. Without --card the result is this machine's
+    CUDA GPU, if CARDS has it. With --tf32 the float32 rate of the returned card is the rate of
+    TF32: half of the card's bfloat16 rate, if this is more. With `--card this-machine` the function
+    measures the device in two or three seconds. It measures attention with the model's sequence
+    length and head size.
     """
     if args.card == THIS_MACHINE:
         return this_machine(device, args.seq_len, args.d_model // args.n_heads)

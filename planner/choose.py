@@ -1,4 +1,4 @@
-"""Choose the fastest recompute policy that fits, by prediction."""
+"""Choose the fastest recompute policy that fits, by predictions of the planner."""
 
 import math
 from collections.abc import Sequence
@@ -17,17 +17,20 @@ UNIFORM_POLICIES = (*RECOMPUTE_POLICIES, "full/2")  # one policy for all blocks
 def pick_recompute(
     planner: Planner, batch_size: int, budget: int, card: Card | None = None
 ) -> StepMemory:
-    """Return the step with the fastest recompute policy whose peak is at most `budget` bytes.
+    """Return the fastest step whose peak is at most `budget` bytes, over all recompute policies.
 
-    The candidates are every policy in all blocks, and every pair of policies: one in the first N
-    blocks, another in the rest, for every N. With a `card` the fastest step takes the fewest
-    seconds. Without a card it has the lowest `recompute_cost`, above all the fewest recomputed
-    FLOPs of matrix products. Of equally fast steps the one with the smallest peak is returned.
+    The candidates are every policy in all blocks, and every pair of policies. A pair has one policy
+    in the first N blocks and another policy in the rest, for every N. With a `card` the fastest
+    step is the step with the fewest predicted seconds. Without a card it is the step with the
+    lowest `recompute_cost`, which compares first the recomputed FLOPs of matrix products. If
+    several steps are equally fast, the step with the smallest peak is returned.
 
-    If no candidate fits, nested groups are tried, which are slower than all candidates. If they do
-    not fit either, the step with the smallest peak of all is returned.
+    If no candidate fits, nested groups (`full/K+nested`) are tried, which are slower than all
+    candidates. If nested groups do not fit either, the step with the smallest peak of all is
+    returned.
 
-    Only steps with one policy for all blocks are simulated. Their segments make up the other steps.
+    Only steps with one policy for all blocks are simulated. Steps with a pair of policies are
+    composed of segments of the simulated steps.
     """
     none = planner.step(batch_size, recompute="none")
     if none.peak <= budget:
@@ -47,10 +50,10 @@ def pick_recompute(
 
 
 def nested_policies(n_layers: int) -> list[str]:
-    """Return the strings `full/K+nested` that keep the fewest block inputs, the fastest first.
+    """Return the policy strings `full/K+nested` with the fewest block inputs, the fastest first.
 
-    With groups of K blocks n_layers / K + K inputs exist at a time. `full` keeps n_layers: where
-    these are no more, the result is empty.
+    With groups of K blocks n_layers / K + K block inputs exist at a time. `full` keeps n_layers
+    inputs. The result is empty if no K gives fewer inputs than `full`.
     """
     sizes = {math.isqrt(n_layers), math.isqrt(n_layers - 1) + 1}
     group_sizes = sorted(K for K in sizes if K + math.ceil(n_layers / K) < n_layers)
@@ -58,9 +61,10 @@ def nested_policies(n_layers: int) -> list[str]:
 
 
 def candidates(planner: Planner, batch_size: int, card: Card | None = None) -> list[StepMemory]:
-    """Return the candidates of `pick_recompute`: the fastest first, then the smallest peak first.
+    """Return the candidates of `pick_recompute`, the fastest first.
 
-    `card`: sort by seconds on it; None: by recomputed FLOPs.
+    Equally fast candidates are sorted by peak, the smallest first. `card`: the fastest candidate
+    has the fewest predicted seconds on this card; None: it has the lowest `recompute_cost`.
     """
 
     def cost(step: StepMemory) -> tuple:
@@ -73,10 +77,10 @@ def candidates(planner: Planner, batch_size: int, card: Card | None = None) -> l
 
 
 def pareto_frontier(steps: list[StepMemory]) -> list[StepMemory]:
-    """Return the steps that `pick_recompute` takes for some budget: always the first that fits.
+    """Return those of `steps` that `pick_recompute` returns for some budget.
 
-    `steps`: `candidates`, the fastest first. The result begins with the step that recomputes
-    nothing. Each further step has a smaller peak than all faster ones.
+    `steps`: the result of `candidates`, the fastest first. The returned list begins with the step
+    that recomputes nothing. Each further step in it has a smaller peak than all faster steps.
     """
     frontier = [step for step in steps if step.config.recompute == "none"]
     for step in steps:
@@ -88,8 +92,9 @@ def pareto_frontier(steps: list[StepMemory]) -> list[StepMemory]:
 def uniform_policies(planner: Planner) -> list[str]:
     """Return the policies of UNIFORM_POLICIES that suit the planner's device and sharding.
 
-    Sharded weights are gathered block by block, so groups of blocks are left out. Without fused
-    attention (on "mps") policies that keep the result of its operator are left out.
+    With sharded weights, policies with groups of blocks are left out, because weights are gathered
+    block by block. On "mps" attention is not fused, so policies that keep the result of the fused
+    attention operator are left out.
     """
     left_out = {"full/2"} if planner.shard_degree > 1 else set()
     if planner.device_type == "mps":
@@ -100,8 +105,8 @@ def uniform_policies(planner: Planner) -> list[str]:
 def policy_strings(n_layers: int, policies: Sequence[str] = UNIFORM_POLICIES) -> list[str]:
     """Return a policy string for each policy in all blocks, and for each pair of policies.
 
-    A pair has one policy in the first N blocks, another in the rest. Groups of blocks are only in
-    the first part, and N is a multiple of their size.
+    A pair has one policy in the first N blocks and another policy in the rest. Only the first
+    policy may have groups of blocks. N is then a multiple of the group size.
     """
     names = list(policies)
     for first, rest in permutations(policies, 2):

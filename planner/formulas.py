@@ -1,7 +1,9 @@
-"""Memory and FLOPs of a training step as formulas, to understand what planner/step.py counts.
+"""Compute the memory and the FLOPs of a training step by formulas.
 
-Letters: a micro-batch has B sequences of T tokens, N = B T tokens in all; V vocabulary, L layers,
-C channels (d_model), F channels inside the MLP (d_ff), H heads.
+The formulas explain the figures that planner/step.py gets from a simulation.
+
+Letters: a micro-batch has B sequences of T tokens, so N = B T tokens. V: size of the vocabulary,
+L: layers (blocks), C: channels (d_model), F: channels inside the MLP (d_ff), H: heads.
 """
 
 import math
@@ -24,34 +26,40 @@ def closed_form(
 ) -> dict[str, int]:
     """Return the bytes of each part of a training step. `Planner` counts the same bytes.
 
-    `precision`: dtype of autocast, or float32. `optimizer`: a name of --optimizer. `moments`: the
-    dtype of its moments. Below, a is the bytes of an activation's element: 2 under autocast, else
-    4. m is the bytes of a moment's element.
+    `precision`: dtype of autocast; float32: no autocast. `optimizer`: a value of --optimizer.
+    `moments`: dtype of the optimizer's moments. In the formulas, a is the bytes per element of an
+    activation: 2 under autocast, else 4. m is the bytes per element of a moment. T_max is
+    max_position_embeddings.
 
     parameters  4 P, where P = (V + T_max) C + L (4 C^2 + 2 C F + 9 C + F) + 2 C
     gradients   4 P
-    optimizer   2 m P for AdamW's two moments, and a step counter of 4 bytes for each tensor. Muon
-                has one moment, and no counter, for the matrices of the blocks: L (4 C^2 + 2 C F)
-                of P
-    blocks      for each block the tensors that its policy keeps (memory/policies.py): `sizes` below
-    head        with chunks of n tokens: gradients of the weight 4 V C and of its input 4 N C, the
-                labels and losses 13 n and the logits a V n of one chunk; and the largest of these
-                three, which exist one after the other:
-                - the results of a slice of r tokens 4 r, and under autocast its float32 logits
-                  4 V r
-                - under autocast the gradient of some rows of the weight, at most 2^23
-                - the gradient of the chunk's input a n C
-                Autocast also copies the weight 2 V C and the chunk's input 2 n C, and rounds V up
-                to a multiple of 64.
-                All tokens at once (loss_chunks=1): 12 V N, and autocast's copies 2 V C + 2 N C
+    optimizer   AdamW: 2 m P for two moments, and a step counter of 4 bytes for each tensor.
+                Muon: as AdamW; but only one moment and no counter for the matrices of the blocks,
+                which have L (4 C^2 + 2 C F) of the P parameters
+    blocks      for each block the bytes of the tensors that its policy keeps (memory/policies.py);
+                `sizes` in the code below has the bytes of each tensor
+    head        with chunks of n tokens, the sum of:
+                - the gradient of the weight 4 V C, and of the head's input 4 N C
+                - labels and losses of one chunk 13 n, and its logits a V n
+                - under autocast, copies of the weight 2 V C and of a chunk's input 2 n C. V is then
+                  rounded up to a multiple of 64
+                - the largest of these three, which exist one after the other:
+                  - the log-likelihoods of a slice of r tokens 4 r, and under autocast its float32
+                    logits 4 V r
+                  - under autocast, the gradient of some rows of the weight, at most 2^23
+                  - the gradient of the chunk's input a n C
+                with all tokens at once (loss_chunks=1): 12 V N, and under autocast the copies
+                2 V C + 2 N C
 
-    Their sum is not the peak: backward makes gradients while it frees activations.
+    The peak of a step is not the sum of these parts, because backward frees activations while it
+    makes gradients.
 
-    Sources: Korthikanti et al., 2022, section 4: 34 N C for a block with F = 4 C in float16 with
-    both masks, and 5 H T N for attention scores. Fused attention (Dao et al., 2022) does not keep
-    the scores. Without masks, but with autocast's float32 residual stream, a block has 36 N C.
-    Rajbhandari et al., 2020, section 3.1: 16 P for parameters, gradients and moments. Liu et al.,
-    2025 (arXiv 2502.16982), section 2.3: Muon stores half as much as AdamW.
+    Sources: Korthikanti et al., 2022, section 4, have 34 N C bytes for a block with F = 4 C in
+    float16 with both dropout masks, and 5 H T N bytes for attention scores. Fused attention (Dao et
+    al., 2022) does not keep the scores. In this project a block without masks takes 36 N C bytes,
+    because autocast keeps the residual stream in float32. Rajbhandari et al., 2020, section 3.1,
+    have 16 P bytes for parameters, gradients and moments. Liu et al., 2025 (arXiv 2502.16982),
+    section 2.3: Muon stores half as much as AdamW.
     """
     C, F, H = config.d_model, config.d_ff, config.n_heads
     N, amp = batch_size * seq_len, precision != torch.float32
@@ -60,14 +68,14 @@ def closed_form(
 
     copies = (
         2 * amp
-    )  # bytes of an element in autocast's copy of a weight: kept with the layer's input
+    )  # bytes per element of autocast's copy of a weight, which is kept with the layer's input
     sizes = {
         "x": 4 * N * C,
-        "ln_1": a * N * C + 8 * N + copies * 3 * C * C,  # and its mean and deviation
+        "ln_1": a * N * C + 8 * N + copies * 3 * C * C,  # 8 N: mean and 1 / deviation of x
         "qkv": 3 * a * N * C,
-        "attention": a * N * C + 4 * N * H,  # and the softmax's normaliser
+        "attention": a * N * C + 4 * N * H,  # 4 N H: the softmax's normaliser
         "c_proj": copies * C * C,
-        "mask": 2 * N * C * bool(config.dropout),  # of both halves, if dropout is fused
+        "mask": 2 * N * C * bool(config.dropout),  # masks of both halves, if dropout is fused
         "x2": 4 * N * C,
         "ln_2": a * N * C + 8 * N + copies * C * F,
         "c_fc": a * N * F,
@@ -87,7 +95,7 @@ def closed_form(
 
 
 def count_parameters(config: MiniGPTConfig) -> int:
-    """Return the number of parameters: P of `closed_form`."""
+    """Return the number of parameters, which is P in `closed_form`."""
     V, C, F = config.vocab_size, config.d_model, config.d_ff
     P = (V + config.max_position_embeddings) * C + 2 * C
     return P + config.n_layers * (4 * C * C + 2 * C * F + 9 * C + F)
@@ -96,7 +104,7 @@ def count_parameters(config: MiniGPTConfig) -> int:
 def optimizer_bytes(config: MiniGPTConfig, optimizer: str, moments: torch.dtype) -> int:
     """Return the bytes that the optimizer keeps between steps: `optimizer` of `closed_form`.
 
-    `optimizer`: a name of --optimizer. `moments`: the dtype of its moments.
+    `optimizer`: a value of --optimizer. `moments`: dtype of the optimizer's moments.
     """
     C, F, L = config.d_model, config.d_ff, config.n_layers
     stored, counters = 2 * count_parameters(config), 4 + 12 * L
@@ -108,9 +116,9 @@ def optimizer_bytes(config: MiniGPTConfig, optimizer: str, moments: torch.dtype)
 def state_bytes(
     config: MiniGPTConfig, optimizer: str = "adamw", moments: torch.dtype = torch.float32
 ) -> int:
-    """Return the bytes of weights, gradients and optimizer: every step takes at least these.
+    """Return the bytes of weights, gradients and the optimizer's state.
 
-    No recompute policy reduces them.
+    Every step takes at least these bytes. No recompute policy reduces them.
     """
     return 8 * count_parameters(config) + optimizer_bytes(config, optimizer, moments)
 
@@ -134,53 +142,59 @@ def head_bytes(config: MiniGPTConfig, n_tokens: int, precision: torch.dtype) -> 
 def flops_per_token(
     config: MiniGPTConfig, seq_len: int, compiled: bool = False
 ) -> tuple[float, float]:
-    """Return the FLOPs of a training step's matrix products, per token: (needed, recomputed).
+    """Return the FLOPs per token of a training step's matrix products: (needed, recomputed).
 
     A multiply-add is 2 FLOPs. `compiled`: the blocks are compiled (--compile).
 
-    Needed: forward takes 2 for each element of a weight matrix, the head's included, and 2 T C a
-    block for the two products of causal attention, without the masked half. Backward takes twice as
-    many as forward. (Chowdhery et al., 2022, appendix B, which counts the masked half, too.)
+    Needed: forward takes 2 FLOPs for each element of a weight matrix, including the head's. It also
+    takes 2 T C FLOPs in each block for the two products of causal attention, without their masked
+    half. Backward takes twice as many FLOPs as forward. (Source: Chowdhery et al., 2022, appendix
+    B. They also count the masked half.)
 
-    Recomputed: see `POLICIES` in memory/policies.py. The last matmul of a checkpointed region is
-    not recomputed, because backward does not need its result. There are two exceptions: with
-    dropout a region that has the block's last mask (`full`, `qkv`, `sdpa`), and `full` with
-    `compiled` blocks, which run to their end.
+    Recomputed: `POLICIES` in memory/policies.py lists the products that each policy recomputes. The
+    last matmul in an activation checkpoint is not recomputed, because backward does not need its
+    result. There are two exceptions. With dropout, a checkpoint that contains the block's last
+    dropout (`full`, `qkv`, `sdpa`) recomputes the matmul before this dropout. With `compiled`
+    blocks, `full` recomputes the whole block.
 
-    In this project FLOPs always mean these: the products of a whole step, attention's included, in
-    units of `needed`. `full` with GPT-2 small and T = 1,024 takes 1.17, with dropout 1.24.
+    The documents of this project always count these FLOPs: all matrix products of a step, including
+    attention's. They divide FLOPs by `needed`. For GPT-2 small with T = 1,024, a step with `full`
+    takes 1.17 without dropout, and 1.24 with dropout.
     """
     C, F = config.d_model, config.d_ff
-    linear = 2 * C * F  # of c_fc, and of the MLP's c_proj
+    linear = 2 * C * F  # FLOPs of c_fc, and of the MLP's c_proj
     flops = {"c_attn": 6 * C * C, "attention": 2 * seq_len * C, "c_proj": 2 * C * C, "c_fc": linear}
     before_last = sum(sizes_of_chunks(seq_len, F, config.mlp_chunks)[:-1]) / max(seq_len, 1)
     recomputed: float = 0
     for policy, blocks in recompute_plan(config).checkpoint_groups:
         keeps, matmuls = (names.split() for names in POLICIES[policy][:2])
-        # A group's recomputation runs all its blocks to their ends, but stops early in the last.
-        # In a nested group it leaves out the last block; then each block recomputes itself alone,
-        # and stops early. With `full` a compiled block never stops early.
+        # Recomputation of a group runs all its blocks to their ends, but stops early in the last
+        # block. In a nested group it leaves out the last block. Then each block is recomputed
+        # alone, and its recomputation stops early. With `full` a compiled block never stops early.
         nested = recompute_plan(config).nested and blocks > 1
         runs = 2 * blocks - 1 if nested else blocks
-        # With dropout a recomputation makes the second mask, which comes after the last matmul. (If
-        # a policy is compiled with its block, the mask needs no matmul. But `full` is outside of
-        # the compiled block, so it runs the whole block.)
+        # With dropout a recomputation also makes the second mask, so it runs the last matmul, which
+        # comes before this mask. (If a policy is compiled with its block, recomputation makes the
+        # mask without that matmul. But the checkpoint of `full` is outside of the compiled block,
+        # so it runs the whole block.)
         to_the_end = policy == "full" if compiled else config.dropout > 0
         stopped = 0 if to_the_end else blocks if nested else 1
         last_matmuls = linear * (runs - stopped) * ("c_fc" in matmuls and "mask" not in keeps)
         recomputed += runs * sum(flops[name] for name in matmuls) + last_matmuls
         if config.mlp_chunks != 1 and POLICIES[policy].supports_mlp_chunks and policy != "mlp":
-            # A chunk's checkpoint is inside the block's. The block's recomputation runs both layers
-            # of all chunks but the last, and stops there. Then each chunk recomputes itself.
+            # Each chunk has a checkpoint inside the block's checkpoint. Recomputation of the block
+            # runs both MLP layers of all chunks except the last, and then stops. After that each
+            # chunk is recomputed alone.
             recomputed += linear * (blocks - stopped) + 2 * linear * before_last * stopped
     forward = config.n_layers * (sum(flops.values()) + linear) + 2 * config.vocab_size * C
     return 3 * forward, recomputed
 
 
 def recompute_cost(config: MiniGPTConfig, seq_len: int) -> tuple[float, int]:
-    """Return a key that sorts policies by cost: (recomputed FLOPs per token, recomputed parts).
+    """Return a key that sorts policies by cost: (recomputed FLOPs per token, sum of indices).
 
-    The second value breaks ties: the sum over blocks of their policy's index in RECOMPUTE_POLICIES.
+    The second value breaks ties. It is the sum, over all blocks, of the index of the block's policy
+    in RECOMPUTE_POLICIES.
     """
     replays = sum(map(RECOMPUTE_POLICIES.index, recompute_plan(config).policies))
     return flops_per_token(config, seq_len)[1], replays

@@ -1,9 +1,11 @@
-"""Record one step: the operators that ran, the storages that they used, and when these were freed.
+"""Record one step: the operators that ran, the storages that they used, when storages were freed.
 
-The model runs on *fake* tensors, which have shapes and storages but no memory, and an `OpRecorder`
-records it. This works on any machine, also for models that do not fit in its memory. All results of
-the planner come from this record: bytes over time (timeline.py), FLOPs and bytes that move
-(timeline.py), names and reasons (record.py). `kept_for_backward` is its simplest use.
+The model runs on *fake* tensors, which have shapes and storages but no memory. An `OpRecorder`
+records the operators of the model. Recording works on any machine, also for models that do not fit
+in the machine's memory. All results of the planner come from this record. timeline.py computes from
+the record the bytes after each operator, the FLOPs, and the bytes that operators read and write.
+record.py gives each storage a name, and a reason why it exists. `kept_for_backward` below is the
+simplest use of a record.
 """
 
 import math
@@ -26,23 +28,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .operators import EMPTY, count_flops, precision_of, signature, tensors_in
 
 ROOT = Path(__file__).parent.parent
-RUNS_AGAIN = ("model.py", "memory/policies.py")  # in backward their lines are a recomputation
+RUNS_AGAIN = ("model.py", "memory/policies.py")  # in backward these files run only to recompute
 
 
 @dataclass(eq=False)
 class Storage:
-    """A piece of memory, described by the first tensor in it."""
+    """A storage (a piece of memory), with the shape and the dtype of the first tensor in it."""
 
     nbytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    born: int  # number of the operator that made it, from 1 on; 0: it existed before the step
-    died: float = math.inf  # number of the last operator while it exists
+    born: int  # number of the operator that made it, from 1 on; 0: existed before the step
+    died: float = math.inf  # number of the last operator before it was freed; inf: not freed
     operator: str = ""  # name of the operator that made it: "addmm"
     line: str = ""  # the line that called this operator: "model.py:87"
     phase: str = ""  # forward, head, backward or optimizer
-    block: int | None = None  # index of the block that ran
+    block: int | None = None  # index of the block that ran when it was made
     replayed: bool = False  # made by the recomputation of an activation checkpoint
     kind: str = ""  # one of KINDS; "": planner/timeline.py chooses it
     name: str = ""  # "blocks.0.ln_1.weight"; "": planner/record.py chooses it
@@ -54,36 +56,40 @@ class CallSite(NamedTuple):
 
     module: str  # "blocks.0.mlp.c_fc"; "": the model itself, or no module
     line: str  # "model.py:106"
-    is_backward: bool = False  # an operator of backward: module and line are those of its forward
+    # The operator belongs to backward. `module` and `line` are then those of its forward operator.
+    is_backward: bool = False
 
 
 UNKNOWN_SITE = CallSite("", "")
 
-# (number of its first operator, phase, index of the block that runs)
+# Begin of a phase: (number of its first operator, its name, index of the block that runs or None)
 PhaseMark = tuple[int, str, int | None]
 
 
 class Op(NamedTuple):
-    """An operator that ran. A view has no name; only its `place` and `call_site` are set."""
+    """An operator that ran.
+
+    An operator that returns a view has the name "", and only its `place` and `call_site` are set.
+    """
 
     name: str
     place: PhaseMark
     call_site: CallSite = UNKNOWN_SITE
-    inputs: tuple[tuple[str, Storage], ...] = ()  # (argument, storage)
+    inputs: tuple[tuple[str, Storage], ...] = ()  # (argument's name, storage)
     outputs: tuple[tuple[int, Storage], ...] = ()  # (index of the result, new storage)
     bytes: int = 0  # number of bytes that it reads and writes
-    flops: float = 0  # of matrix products, 2 a multiply-add
-    precision: int = 0  # dtype of its products: index into PRECISIONS
-    times: int = 1  # number of equal operators that this one represents
+    flops: float = 0  # FLOPs of its matrix products, 2 per multiply-add
+    precision: int = 0  # dtype of its matrix products, as an index into PRECISIONS
+    times: int = 1  # number of equal operators that this entry represents
 
 
 class OpRecorder(TorchDispatchMode):
     """Dispatch mode that records operators and storages. It keeps no tensor alive.
 
     Args:
-        sources: finds the call site of each operator; None: no call sites.
-        kernel_workspace: (operator, args) -> bytes that the operator's kernel takes only while it
-            runs (planner/operators.py); None: no workspaces.
+        sources: finds the call site of each operator; None: do not record call sites.
+        kernel_workspace: function (operator, args) -> bytes that the operator's kernel takes only
+            while it runs (planner/operators.py); None: do not count workspaces.
     """
 
     def __init__(
@@ -92,21 +98,21 @@ class OpRecorder(TorchDispatchMode):
         super().__init__()
         self.sources, self.inside = sources, kernel_workspace
         self.places: list[PhaseMark] = [(0, "", None)]
-        self.ops = [Op("", self.places[0])]  # by number; operator 0 is the time before the step
+        self.ops = [Op("", self.places[0])]  # index: number; 0: the time before the step
         self.storages: list[Storage] = []  # in order of birth
         self.known: dict[int, tuple[weakref.ref, Storage]] = {}  # live storages, by address
-        self.times = 1  # number of equal operators that each operator from now on represents
+        self.times = 1  # each operator from now on represents this many equal operators
         self.forward_end = 0  # number of forward's last operator
-        # For each tensor that offload copies out: its bytes, and the phase and block that run.
+        # For each tensor that offload copies out: its bytes, and the phase and block of that time.
         self.moved: list[tuple[int, PhaseMark]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and torch's wrapper costs more than recording
+        return False  # nothing is compiled here; torch's wrapper would take longer than recording
 
     @property
     def n_ops(self) -> int:
-        """Number of operators so far, which is the number of the last one."""
+        """Number of operators so far; also the number of the last operator."""
         return len(self.ops) - 1
 
     def enter_phase(self, phase: str, block: int | None = None) -> None:
@@ -120,7 +126,7 @@ class OpRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # it does no work, and torch calls it very often
+            return args[0].fake_device  # not recorded: it does no work, and it is frequent
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         names = (parameter.name for parameter in signature(func).parameters)
@@ -136,8 +142,8 @@ class OpRecorder(TorchDispatchMode):
     def record_op(self, func: Any, arguments: dict[str, Any], results: list[Tensor]) -> None:
         """Record an operator that has just run.
 
-        `func`: its overload. `arguments`: its arguments by name. `results`: the tensors that it
-        returned.
+        `func`: the operator's overload. `arguments`: the operator's arguments by name. `results`:
+        the tensors that the operator returned.
         """
         schema, place, number = signature(func), self.places[-1], self.n_ops + 1
         if schema.name in EMPTY and results[0].numel() == 0:
@@ -150,7 +156,7 @@ class OpRecorder(TorchDispatchMode):
             return
         outputs = [(i, storage) for i, storage in enumerate(storages) if storage.born == number]
         inputs = []
-        # (storage, offset of the tensor) -> bytes, because x * x reads x once.
+        # (storage, offset of the tensor) -> bytes. A tensor counts once: x * x reads x once.
         reads: dict[tuple[Storage, int], int] = {}
         writes = {(s, int(results[i].storage_offset())): extent(results[i]) for i, s in outputs}
         for parameter in schema.parameters:
@@ -186,18 +192,19 @@ class OpRecorder(TorchDispatchMode):
     def add(self, tensor: Tensor, operator: str = "", source: CallSite = UNKNOWN_SITE) -> Storage:
         """Return the `Storage` of a tensor; add it if it is new.
 
-        The storage of a view, or of the result of an in-place operator, is known already. A storage
-        dies with its last tensor. `operator`: the operator that makes the storage, and that is
-        being recorded; "": the storage existed before.
+        A view, or the result of an in-place operator, uses a storage that was added before. A
+        storage is freed with its last tensor. `operator`: name of the operator that is being
+        recorded and makes the storage; "": the storage exists already. `source`: call site of this
+        operator.
         """
         memory = tensor.untyped_storage()
         address = memory._cdata
         if address in self.known:
             return self.known[address][1]
         storage = new_storage(tensor, self.n_ops + bool(operator))
-        storage.operator = operator.split(".")[0]  # "addmm.default"
+        storage.operator = operator.split(".")[0]  # "addmm.default" -> "addmm"
         _, storage.phase, storage.block = self.places[-1]
-        # In backward only a recomputation builds a graph.
+        # In backward gradients are enabled only while a recomputation runs.
         storage.replayed = storage.phase == "backward" and torch.is_grad_enabled()
         storage.line = source.line
         if storage.nbytes:  # an activation checkpoint of torch 2.9 keeps empty tensors
@@ -213,9 +220,9 @@ class OpRecorder(TorchDispatchMode):
     def add_bytes(
         self, size: int, name: str, why: str, born: int, died: float, kind: str = "temporaries"
     ) -> None:
-        """Add `size` bytes that are in no tensor, from operator `born` to operator `died`.
+        """Add a storage of `size` bytes without a tensor, from operator `born` to operator `died`.
 
-        `why`: the reason, as in `Storage.reason_alive`.
+        `why`: the reason why the storage exists (`Storage.reason_alive`).
         """
         _, phase, block = self.places[-1]
         storage = Storage(size, (size,), torch.uint8, torch.device("cpu"), born, died)
@@ -224,54 +231,58 @@ class OpRecorder(TorchDispatchMode):
         )
 
     def label(self, tensor: Tensor, kind: str, name: str, why: str = "") -> None:
-        """Set the kind of a tensor's storage, its name, and the reason why it exists."""
+        """Set the kind, the name and the `reason_alive` of a tensor's storage."""
         storage = self.add(tensor)
         storage.kind, storage.name, storage.reason_alive = kind, name, why
 
     def find_storage(self, tensor: Tensor) -> Storage:
-        """Return the `Storage` of a tensor; if it was not added, a new one that does not count."""
+        """Return the `Storage` of a tensor.
+
+        If the tensor was not added, return a new `Storage`, which is not part of the record.
+        """
         entry = self.known.get(tensor.untyped_storage()._cdata)
         return entry[1] if entry else new_storage(tensor, 0)
 
 
 def extent(tensor: Tensor) -> int:
-    """Return the bytes of a tensor in its storage. (An expanded row is stored once.)"""
+    """Return the bytes that a tensor occupies in its storage. (An expanded row is stored once.)"""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     span = 1 + sum((n - 1) * stride for n, stride in dims)
     return tensor.itemsize * max(0, min(span, tensor.numel()))
 
 
 def new_storage(tensor: Tensor, born: int) -> Storage:
-    """Return a `Storage` for the memory of a tensor. `born`: number of the operator."""
-    # `device` of a fake tensor would run an operator.
+    """Return a new `Storage` for the memory of a tensor. `born`: see `Storage`."""
+    # To read `tensor.device` of a fake tensor would run an operator.
     device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
     size = tensor.untyped_storage().nbytes()
     return Storage(size, tuple(tensor.shape), tensor.dtype, device, born)
 
 
 class CallSiteTracker:
-    """Find the call site of each operator, inside `listen()`: the running module, and the line.
+    """Find the call site (module and line) of each operator that runs inside `listen()`.
 
-    Autograd runs the operators of backward, so they have no line. But in forward autograd gives
-    each node of its graph a number, and in backward the node still has it. So the tracker stores
-    the call site of each number in forward. (It does not search the stack for `self`: that would
-    keep tensors alive that are about to be freed.)
+    Autograd runs the operators of backward, so no line of the model calls them. But in forward
+    autograd gives each node of its graph a sequence number, which the node still has in backward.
+    So the tracker stores in forward the call site of each sequence number, and looks it up in
+    backward. (The tracker does not search the local variables of the stack's frames for modules.
+    Such a search would keep tensors alive that are about to be freed.)
     """
 
     def __init__(self, model: nn.Module):
         self.names = {module: name for name, module in model.named_modules()}
         self.running = [""]  # names of running modules, the innermost last
-        self.of_forward: dict[int, CallSite] = {}  # by autograd's number
+        self.of_forward: dict[int, CallSite] = {}  # by autograd's sequence number
 
     def current(self, phase: str, block: int | None) -> CallSite:
         """Return the call site of the operator that has just run."""
         line = line_of_the_model()
         node = torch._C._current_autograd_node()  # None in forward, and in an optimizer's step
         if node is None or line.startswith(RUNS_AGAIN):
-            # A policy recomputes parts of a block, and the block itself does not run.
+            # If a policy recomputes parts of a block, the block's own forward does not run.
             running = self.running[-1] or ("" if block is None else f"blocks.{block}")
             site = CallSite("head" if phase == "head" else running, line)
-            # If autograd recorded this operator, its number is the last one.
+            # If autograd recorded this operator, the last sequence number is this operator's.
             self.of_forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, site)
             return site
         site = self.of_forward.get(node._sequence_nr(), CallSite("", ""))
@@ -279,7 +290,7 @@ class CallSiteTracker:
 
     @contextmanager
     def listen(self) -> Iterator[None]:
-        """Follow all modules inside this context."""
+        """Keep track of the running module inside this context."""
 
         def begin(module: nn.Module, args: tuple) -> None:
             self.running.append(self.names.get(module, self.running[-1]))
@@ -287,7 +298,8 @@ class CallSiteTracker:
         def end(module: nn.Module, args: tuple, result: Any) -> None:
             self.running.pop()
 
-        # `always_call`: an exception ends a recomputation when the last needed tensor exists.
+        # `always_call`: run `end` also after an exception. torch ends a recomputation by an
+        # exception when the last needed tensor exists.
         after = register_module_forward_hook(end, always_call=True)
         with register_module_forward_pre_hook(begin), after:
             yield
@@ -306,12 +318,12 @@ def line_of_the_model() -> str:
 
 
 def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[Storage]:
-    """Return the storages that `forward()` adds to the model's device and keeps for backward.
+    """Return the storages that `forward()` makes on the model's device and keeps for backward.
 
-    `forward` runs with gradients and returns a tensor. Parameters and inputs exist before it and do
-    not count. Low-precision copies of weights, which autocast makes, count. So do the head's
-    gradients, which `loss_chunks` makes in forward. If the model was built on fake tensors, this
-    needs no memory.
+    `forward` runs with gradients and returns a tensor. Parameters and inputs exist before `forward`
+    and do not count. The low-precision copies of weights that autocast makes count. The gradients
+    that the head makes in forward count, too (`loss_chunks`). If the model was built on fake
+    tensors, the call needs no memory.
     """
     weight = next(model.parameters())
     sources = CallSiteTracker(model)
@@ -321,8 +333,9 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
     fake = weight.fake_mode if isinstance(weight, FakeTensor) else nullcontext()
     with fake, sources.listen(), log:
         result = forward()
-    # The graph holds what backward needs; the result itself belongs to the caller. (On torch 2.11
-    # `result.grad_fn` does not keep the node of an autograd.Function, such as the head's.)
+    # Keep only the graph: it holds the tensors that backward needs. The result itself does not
+    # count. (On torch 2.11 `result.grad_fn` does not keep the node of an autograd.Function alive,
+    # such as the head's node.)
     graph = get_gradient_edge(result)
     del result
     alive = [storage for storage in log.storages if storage.died == math.inf]

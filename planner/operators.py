@@ -1,10 +1,12 @@
-"""Describe an operator: whether it is a view, what it reads and writes, its cost, its workspace.
+"""Describe an operator: whether it returns a view, the arguments that it reads and writes, its
+FLOPs, its workspace on a GPU.
 
-- FLOPs count matrix products and attention, 2 a multiply-add. Attention has two products in forward
-  and five in backward, which computes the scores again. Causal attention skips the masked half of
-  each product.
-- Bytes count each tensor that an operator takes or returns once. Views cost nothing. Allocated
-  memory costs nothing until it is written. A lookup reads the rows that it finds, not its table.
+- FLOPs are those of matrix products and attention, 2 per multiply-add. Attention has two products
+  in forward. Its backward has five, because backward computes the scores again. Causal attention
+  skips the masked half of each product.
+- Bytes are those of the tensors that an operator reads or writes; each tensor counts once. An
+  operator that returns a view moves no bytes, nor does an operator that only allocates memory. A
+  lookup reads only the rows that it returns, not the whole table.
 """
 
 from functools import cache
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of matrix products
-# operator -> name of the argument that is the left factor of its product
+# operator -> name of the argument that is the left factor of its matrix product
 LEFT_MATRIX_ARGUMENT = {
     "mm": "self",
     "bmm": "self",
@@ -22,13 +24,15 @@ LEFT_MATRIX_ARGUMENT = {
     "addmm_": "mat1",
     "baddbmm": "batch1",
 }
-# operators that allocate memory and do not write it
+# Operators that allocate memory without writing to it.
 EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 # Operators that write their argument without reading its old values.
 WRITE_ONLY_OPS = {"copy_", "fill_", "zero_", "normal_"}
-# Arguments that torch declares as written. The operator only reads them, without a GradScaler.
+# (operator, argument). torch declares these arguments as written, but without a GradScaler the
+# operator only reads them.
 ONLY_READ = {("_fused_adamw_", "grads")}
-# Arguments of which an operator touches only some elements: as many as it looks up, or adds.
+# (operator, argument). The operator reads or writes only some elements of this argument: as many as
+# it looks up, or adds.
 TABLES = {
     ("embedding", "weight"), ("gather", "self"), ("index_select", "self"), ("index", "self"),
     ("scatter_", "self"), ("index_add_", "self"),
@@ -42,15 +46,15 @@ class SchemaArgument(NamedTuple):
     name: str
     is_read: bool
     is_written: bool
-    is_table: bool  # only some elements are touched: see TABLES
+    is_table: bool  # only some elements are read or written: see TABLES
 
 
 class Signature(NamedTuple):
-    """The facts of a schema that the planner needs."""
+    """The facts of an operator's schema that the planner needs."""
 
     name: str  # "addmm"
     parameters: tuple[SchemaArgument, ...]
-    is_view: bool  # returns its arguments, and changes none of them
+    is_view: bool  # returns arguments or views of them, and changes none of them
 
 
 @cache
@@ -58,7 +62,7 @@ def signature(operator: Any) -> Signature:
     """Return the signature of an operator's overload, such as torch.ops.aten.addmm.default."""
     name, schema = operator.overloadpacket.__name__, operator._schema
     written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
-    # `_unsafe_view` is a view, though torch declares that it is none.
+    # `_unsafe_view` returns a view, although its schema in torch does not say so.
     returns_arguments = any(result.alias_info is not None for result in schema.returns)
     returns_arguments |= operator.overloadpacket is torch.ops.aten._unsafe_view
     parameters = tuple(
@@ -74,9 +78,9 @@ def signature(operator: Any) -> Signature:
 
 
 def canonical_name(name: str) -> str:
-    """Return an operator's name, with one name for attention on all devices.
+    """Return an operator's name. The attention operators of all devices get the same name.
 
-    A mark of a profiler is no operator: "".
+    The marks that torch's profiler sets are no operators. Their name is "".
     """
     if name.startswith("_scaled_dot_product_"):
         return ATTENTION["backward" in name]
@@ -84,15 +88,16 @@ def canonical_name(name: str) -> str:
 
 
 def tensors_in(argument: Any) -> list[Tensor]:
-    """Return the tensors in an argument or a result: a tensor, or a flat list that has some."""
+    """Return the tensors in an argument or a result, which is a tensor or a flat list of values."""
     if isinstance(argument, list | tuple):
         return [tensor for tensor in argument if isinstance(tensor, Tensor)]
     return [argument] if isinstance(argument, Tensor) else []
 
 
 def precision_of(name: str, inputs: dict[str, Any]) -> int:
-    """Return the dtype of an operator's matrix products, an index into PRECISIONS; else 0.
+    """Return the dtype of an operator's matrix products, as an index into PRECISIONS.
 
+    An operator without matrix products, or with products in another dtype, gets 0.
     `inputs`: the operator's arguments, by name.
     """
     left = inputs.get("query", inputs.get(LEFT_MATRIX_ARGUMENT.get(name, "")))
@@ -101,7 +106,7 @@ def precision_of(name: str, inputs: dict[str, Any]) -> int:
 
 
 def count_flops(name: str, inputs: dict[str, Any], results: list[Tensor]) -> float:
-    """Return the FLOPs of an operator's matrix products, 2 a multiply-add; 0 if it has none.
+    """Return the FLOPs of an operator's matrix products, 2 per multiply-add; 0 if it has none.
 
     `inputs`: the operator's arguments, by name.
     """
@@ -110,24 +115,27 @@ def count_flops(name: str, inputs: dict[str, Any], results: list[Tensor]) -> flo
     if name in ATTENTION:
         B, H, T, D = inputs["query"].shape
         products = 5 if "backward" in name else 2
-        unmasked_share = 0.5 if inputs.get("is_causal") else 1  # torch omits defaults
+        unmasked_share = 0.5 if inputs.get("is_causal") else 1  # absent: False, the default
         return unmasked_share * products * 2 * B * H * T * inputs["key"].size(2) * D
     return 0
 
 
-# ---- workspaces of GPU kernels: memory beside their inputs and results. Fake CPU tensors cannot
-# show it, so it follows the kernels' sources. (Left out: docs/evidence.md, "Not counted".)
+# ---- workspaces of GPU kernels
+#
+# A workspace is memory that a kernel takes beside its inputs and results. Fake tensors on a CPU do
+# not show workspaces, so these functions follow the source code of the kernels. (docs/evidence.md
+# lists under "Not counted" the workspaces that are left out.)
 
 
 def cublas_workspace_bytes() -> int:
     """Return the bytes of cuBLAS's two workspaces, which exist from the first matmul on.
 
-    The thread that runs forward has one, and autograd's thread has one.
+    The thread that runs forward has one workspace, and autograd's thread has the other.
 
-    Source: `getChosenWorkspaceSize` in PyTorch's CublasHandlePool.cpp. Each has 2 x 4,096 KiB +
-    8 x 16 KiB; 32 MiB on Hopper and Blackwell. AMD: 32 MiB, on MI300 and MI350 128 MiB; and 76 MiB
-    for hipBLASLt, which has a workspace of its own. On a machine without a GPU the result is that
-    of older GPUs of NVIDIA.
+    Source: `getChosenWorkspaceSize` in PyTorch's CublasHandlePool.cpp. Each workspace has
+    2 x 4,096 KiB + 8 x 16 KiB, but 32 MiB on Hopper and Blackwell. On AMD's GPUs it has 32 MiB, but
+    128 MiB on MI300 and MI350; hipBLASLt takes 76 MiB more for its own workspace. On a machine
+    without a GPU the result is that of NVIDIA's GPUs before Hopper.
     """
     gpu = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
     if gpu and torch.version.hip:
@@ -137,13 +145,15 @@ def cublas_workspace_bytes() -> int:
 
 
 def kernel_workspace_bytes(operator: Any, args: tuple) -> int:
-    """Return the bytes that a GPU's kernel for this CPU operator takes only while it runs.
+    """Return the bytes of workspace that a GPU's kernel takes while it runs.
 
-    Only the backward of fused attention counts. It sums the gradient of q in float32, and keeps
-    one float32 for each row: `dq_accum` and `softmax_d` of FlashAttention-2 (Dao, 2023). T is
-    rounded up to a multiple of 128, the size of a head to a multiple of 32. For float32 tensors
-    there is no such kernel. (From torch 2.11 on H100 and B200 use cuDNN's kernel, which is not
-    planned.)
+    `operator`: the CPU operator that simulates this kernel. `args`: its positional arguments.
+
+    Only the backward of fused attention has a workspace here. Its kernel sums the gradient of q in
+    float32, and keeps one float32 value for each row of q: `dq_accum` and `softmax_d` of
+    FlashAttention-2 (Dao, 2023). T is rounded up to a multiple of 128, and the size of a head to a
+    multiple of 32. For float32 tensors there is no such kernel. (From torch 2.11 on, H100 and B200
+    use cuDNN's kernel. Its workspace is not planned.)
     """
     if operator is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return 0

@@ -1,7 +1,8 @@
-"""Name each storage of a simulated step: its tensor, its maker, why it exists, when it is freed.
+"""Describe each storage of a simulated step: its name, why it exists, when it is freed.
 
-The operators that read a storage tell why it exists. A storage that backward's `gelu_backward`
-reads was kept in forward because "GELU's backward needs its input".
+The name comes from the operator that made the storage. The reason why it exists comes from the
+operators that read it. For example, if backward's operator `gelu_backward` reads a storage, forward
+kept this storage because "GELU's backward needs its input".
 """
 
 import linecache
@@ -15,7 +16,7 @@ import torch
 from .op_recorder import ROOT, Op, OpRecorder, PhaseMark, Storage
 from .timeline import StepMemory
 
-# operator -> name of its result; {read}: name of the first storage that it reads
+# operator -> name of its result; {read}: name of the first storage that the operator reads
 OF_READ = {"_to_copy": "{dtype} copy of {read}", "embedding": "rows of {read}"}
 # operator -> names of its results in forward
 MADE = {
@@ -43,7 +44,7 @@ GRADIENTS = {
     "sum": ("gradient of bias",),
     "add": ("sum of gradients",),
 }
-# (part of a line in MiniGPT.forward or memory/head.py, operator) -> name of its result
+# (text in a line of MiniGPT.forward or memory/head.py, operator) -> name of the operator's result
 LINES = {
     ("position_embedding(", "add"): "x, the sum of both embeddings",
     ("buffer = ", "new_empty"): "logits of a chunk, then their gradient",
@@ -54,9 +55,9 @@ LINES = {
     ("padded @ cast_weight", "mm"): "gradient of a chunk's input",
     ("a_part @ b", "mm"): "a part of the weight's gradient",
 }
-# operator -> name of its result, in dropout that is not fused
+# operator of dropout that is not fused -> name of its result
 DROPOUT = {"empty_like": "mask", "mul": "output"}
-# (operator of backward, argument) -> why forward keeps the argument; {}: the operator's module
+# (operator of backward, argument) -> why forward keeps this argument; {}: module of the operator
 NEEDED = {
     ("gelu_backward", "self"): "GELU's backward needs its input",
     ("native_layer_norm_backward", "input"): "{}'s backward needs its input",
@@ -78,7 +79,7 @@ REASON_BY_KIND = {
     "gradients": "waits for the optimizer",
     "optimizer": "what the optimizer keeps from step to step",
 }
-# kind -> one name for all storages of this kind in a list
+# kind -> the one name that all storages of this kind share in a list
 ALIKE = {"parameters": "weight", "gradients": "gradient", "optimizer": "optimizer state"}
 
 
@@ -88,8 +89,8 @@ class StepRecord:
 
     step: StepMemory
     storages: list[Storage]  # sorted by `born`
-    operators: list[str]  # (operators + 1,) names; "" before the step, and for views
-    replays: np.ndarray  # (operators + 1,) bool: backward recomputes forward
+    operators: list[str]  # (operators + 1,) names; "": before the step, or a view
+    replays: np.ndarray  # (operators + 1,) bool: True if backward recomputes this operator
 
     def alive(self, at: int) -> list[Storage]:
         """Return the storages that exist right after operator `at`, sorted by `born`."""
@@ -102,13 +103,13 @@ class StepRecord:
 
 
 def build_step_record(log: OpRecorder, step: StepMemory) -> StepRecord:
-    """Return the record of a step, with a name and a reason for each storage.
+    """Return the record of a step, with a name and a reason (`reason_alive`) for each storage.
 
-    `log`: the step's recorder, with call sites. `step`: its memory in bytes.
+    `log`: the recorder of the step, with call sites. `step`: the memory of the same step.
     """
-    reads: dict[Storage, list[tuple[Op, str]]] = defaultdict(list)  # by (operator, argument)
+    reads: dict[Storage, list[tuple[Op, str]]] = defaultdict(list)  # (operator, argument) per read
     gradients: set[Storage] = set()  # made by operators of backward
-    times = Counter[tuple[str, PhaseMark]]()  # uses of a name while the same block runs
+    times = Counter[tuple[str, PhaseMark]]()  # uses of a name in one run of a block
     for op in log.ops:
         for argument, storage in op.inputs:
             reads[storage].append((op, argument))
@@ -123,14 +124,14 @@ def build_step_record(log: OpRecorder, step: StepMemory) -> StepRecord:
     storages = []
     for seen in log.storages:
         if seen.device.type != "cpu" or not seen.nbytes:
-            continue  # offloaded, or empty: a full weight that is sharded
+            continue  # offloaded, or without bytes: the full weight of a sharded model
         storage = replace(seen)  # a copy: the log's storages change later, when they are freed
         storages.append(storage)
         storage.reason_alive = storage.reason_alive or reason_alive(
             storage, reads[seen], seen in gradients
         )
         if storage.block is None and (match := re.search(r"\bblocks\.(\d+)\b", storage.name)):
-            storage.block = int(match[1])  # weights of a block, and their gradients
+            storage.block = int(match[1])  # a weight of a block, or its gradient
     return StepRecord(
         step,
         sorted(storages, key=lambda storage: storage.born),
@@ -145,9 +146,10 @@ def is_replay(op: Op) -> bool:
 
 
 def group_of(storage: Storage) -> tuple[str, str]:
-    """Return (name, kind) of a storage's group: the same tensor of all blocks is one group.
+    """Return (name, kind) of the group to which a storage belongs.
 
-    All weights are one group, all gradients, and all of the optimizer's state.
+    The same tensor of all blocks is one group. All weights are one group, all gradients are one
+    group, and the whole state of the optimizer is one group.
     """
     return (
         ALIKE.get(storage.kind) or re.sub(r"\bblocks\.\d+\b", "blocks.*", storage.name),
@@ -156,14 +158,17 @@ def group_of(storage: Storage) -> tuple[str, str]:
 
 
 def describe(op: Op, i: int, dtype: torch.dtype) -> str:
-    """Return the name of an operator's result `i`, of this dtype: "blocks.0.mlp.c_fc: output"."""
+    """Return a name for result number `i` of an operator, such as "blocks.0.mlp.c_fc: output".
+
+    `dtype`: dtype of this result.
+    """
     name, (module, line, is_backward) = op.name, op.call_site
     inputs = [storage.name for _, storage in op.inputs]
     if name in OF_READ and inputs:
         return OF_READ[name].format(dtype=str(dtype).removeprefix("torch."), read=inputs[0])
     results = (GRADIENTS if is_backward else MADE).get(name, ())
     result, code = results[i] if i < len(results) else name, code_of(line)
-    half = re.search(r"\b(attention|feed_forward)\(", code)  # in Block.add_residuals
+    half = re.search(r"\b(attention|feed_forward)\(", code)  # the half that add_residuals calls
     if module.endswith("dropout"):
         result = "gradient of input" if is_backward else DROPOUT.get(name, result)
         module += f" of {half[1]}" if half else ""
@@ -181,7 +186,8 @@ def describe(op: Op, i: int, dtype: torch.dtype) -> str:
 def name_from_code(operator: str, code: str) -> str:
     """Return the name of the tensor that `operator` makes in a line of code.
 
-    It is from LINES, else the variable that the line sets, else the operator.
+    The name is the entry of LINES if there is one, else the variable that the line sets, else the
+    name of the operator.
     """
     names = [name for (part, by), name in LINES.items() if by == operator and part in code]
     variable = re.match(r"(\w+) = ", code)
@@ -189,7 +195,7 @@ def name_from_code(operator: str, code: str) -> str:
 
 
 def code_of(line: str) -> str:
-    """Return the code of a line, given as "model.py:106", without its comment."""
+    """Return the code of a line without its comment. `line`: such as "model.py:106"."""
     file, _, number = line.partition(":")
     return linecache.getline(str(ROOT / file), int(number or 0)).split("#")[0].strip()
 
@@ -197,8 +203,8 @@ def code_of(line: str) -> str:
 def reason_alive(storage: Storage, reads: list[tuple[Op, str]], is_gradient: bool) -> str:
     """Return why a storage exists.
 
-    `reads`: (operator, argument) for each read of it. `is_gradient`: an operator of backward made
-    it; a recomputation counts as forward.
+    `reads`: (operator, its argument) for each read of the storage. `is_gradient`: an operator of
+    backward made the storage. (Operators of a recomputation do not count as operators of backward.)
     """
     if storage.kind in REASON_BY_KIND:
         return REASON_BY_KIND[storage.kind]

@@ -1,16 +1,16 @@
-"""Estimate the seconds of a step on a card from its operators: a roofline model.
+"""Estimate the seconds of a step on a card with a roofline model of the step's operators.
 
-An operator takes the longest of three times: its matrix products at 70 % of the card's peak, its
-bytes at 85 % of the memory's bandwidth, and one kernel launch. A step takes the sum over its
-operators. This ranks recompute policies. It predicts the ratio of two steps better than their
-milliseconds.
+The time of an operator is the longest of three times: its matrix products at 70 % of the card's
+peak FLOP/s, its bytes at 85 % of the peak bandwidth of the memory, and one kernel launch. The time
+of a step is the sum over its operators. The estimate serves to rank recompute policies: it predicts
+the ratio of two steps' times better than their milliseconds.
 
 Left out:
 - caches: all bytes come from memory (the cost of a policy changes by about one percentage point)
-- offload's copies, which run beside the computation (but may be slower than it)
-- DDP's averaging of gradients
+- offload's copies, which run at the same time as the computation (but may take longer)
+- the time in which DDP averages gradients
 - all FLOPs outside of matrix products
-- Python, which takes most of a small model's step on a CPU
+- the time of Python code, which is most of a small model's step on a CPU
 """
 
 from collections.abc import Callable
@@ -23,29 +23,33 @@ import torch.nn.functional as F
 
 from .operators import PRECISIONS
 
-LONGEST = 2048  # tokens: with longer sequences attention reaches the same FLOP/s
+LONGEST = 2048  # tokens; longer sequences reach the same FLOP/s in attention
 
 
 @dataclass(frozen=True)
 class Card:
-    """Peak rates of a card, and the share of them that kernels reach."""
+    """Peak rates of a card, and the share of each peak that kernels reach.
+
+    A card is a device with its memory. `flops` and `attention` have one entry for each dtype of
+    PRECISIONS.
+    """
 
     name: str
     memory: int  # bytes
-    flops: tuple[float, float, float]  # peak FLOP/s of dense products, by PRECISIONS
-    bytes_per_s: float  # peak bandwidth of its memory
-    launch_s: float = 3e-6  # seconds of the shortest operator
+    flops: tuple[float, float, float]  # peak FLOP/s of dense matrix products
+    bytes_per_s: float  # peak bandwidth of the card's memory
+    launch_s: float = 3e-6  # seconds of a kernel launch: no operator takes less
     flops_efficiency: float = 0.7
     bandwidth_efficiency: float = 0.85
-    # Pairs by PRECISIONS: measured FLOP/s of attention and of its backward (`this_machine`). None:
-    # attention is as fast as other products.
+    # For each dtype: FLOP/s of attention's forward and of its backward, measured by `this_machine`.
+    # None: attention reaches the FLOP/s of other matrix products.
     attention: tuple[tuple[float, float], ...] | None = None
 
 
 def seconds_per_op(work: np.recarray, card: Card) -> np.ndarray:
     """Return the seconds of each operator, (operators,) float64, if it runs once.
 
-    `work`: (operators,) an array of WORK_DTYPE (timeline.py).
+    `work`: (operators,) array of dtype WORK_DTYPE (planner/timeline.py).
     """
     rates = np.array(card.flops)[work.precision] * card.flops_efficiency
     if card.attention is not None:
@@ -60,14 +64,15 @@ def this_machine(
 ) -> Card:
     """Measure a device in about three seconds, with its present load and threads; return a Card.
 
-    The rates are measured, so both efficiencies are 1. A device without hardware for float16 or
-    bfloat16 gets the slow rates that it has. Attention is measured with `seq_len` tokens and
-    `head_size` channels, because its share of a product's FLOP/s depends on both. On a CPU in
-    bfloat16 its backward reaches a 50th with 64 tokens of 32 channels, a third with 1,024 of 64.
+    The rates are measured, so both efficiencies are 1. If the device has no hardware for float16 or
+    bfloat16, the Card has the low rates that were measured. Attention is measured with `seq_len`
+    tokens and `head_size` channels, because its FLOP/s depend on both. For example, on a CPU in
+    bfloat16 the backward of attention reaches a 50th of the FLOP/s of other matrix products with 64
+    tokens and 32 channels. With 1,024 tokens and 64 channels it reaches a third.
     """
     device = device or torch.device("cpu")
     card = measure_card(device, seq_len, head_size)
-    if device.type == "cuda":  # keep this memory out of the run's statistics
+    if device.type == "cuda":  # keep the measurement's memory out of the run's statistics
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return card
@@ -79,7 +84,7 @@ def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
     n, size = (4096, 2**28) if on_gpu else (1024, 2**26)
 
     def product(dtype: torch.dtype) -> float:
-        side = 128 if dtype == torch.float16 and not on_gpu else n  # 1000 times slower
+        side = 128 if dtype == torch.float16 and not on_gpu else n  # 1000 times slower on CPUs
         a, b = torch.randn(2, side, side, device=device).to(dtype)
         return 2 * side**3 / time_of(lambda: a @ b)
 
@@ -87,7 +92,7 @@ def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
     target, one = torch.empty_like(source), torch.ones(1, device=device)
     return Card(
         name="this machine",
-        memory=0,  # unused: the device reports its free memory
+        memory=0,  # not used: the device itself reports its free memory
         flops=tuple(product(dtype) for dtype in PRECISIONS),  # type: ignore[arg-type]
         bytes_per_s=2 * size / time_of(lambda: target.copy_(source)),
         launch_s=time_of(lambda: one.add_(1)),
@@ -104,13 +109,14 @@ def measure_attention(
 ) -> tuple[float, float]:
     """Return the FLOP/s of causal attention and of its backward: (forward, backward).
 
-    At most LONGEST tokens. The masked half of the products does not count.
+    Sequences longer than LONGEST tokens are measured with LONGEST tokens. FLOPs in the masked half
+    of the products do not count.
     """
     on_gpu = device.type != "cpu"
     T = min(seq_len, 128 if dtype == torch.float16 and not on_gpu else LONGEST)
     n_heads = max(1, 2**16 // T) if on_gpu else max(4, 256 // T) * torch.get_num_threads()
     qkv = torch.randn(1, T, 3, n_heads, head_size, device=device).to(dtype).requires_grad_()
-    q, k, v = qkv.transpose(1, 3).unbind(2)  # (1, heads, T, D) each, with the model's strides
+    q, k, v = qkv.transpose(1, 3).unbind(2)  # each (1, heads, T, D), with strides as in model.py
     attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
     out = attend()
     grad = torch.randn_like(out)
@@ -121,12 +127,13 @@ def measure_attention(
 
 
 def time_of(run: Callable[[], object]) -> float:
-    """Return the seconds of one call of `run`: the fastest of all calls in a tenth of a second.
+    """Return the seconds of one call of `run`: the shortest time measured in a tenth of a second.
 
-    On a GPU that includes the GPU's work. (A median would not compare operators: other work on the
-    machine slows down long calls, but misses many short ones.)
+    On a GPU the time includes the GPU's work. (Do not use the median: other programs on the machine
+    slow down all long calls, but only some of the short calls. So the medians of a long and of a
+    short operator could not be compared.)
     """
-    # Import it here: the import looks for a compiler, and on some machines warns that it has none.
+    # Import Timer only here: its import looks for a compiler, and warns on machines without one.
     from torch.utils.benchmark import Timer
 
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())

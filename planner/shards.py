@@ -1,35 +1,40 @@
-"""Add the memory of sharding to a step: several processes share one model.
+"""Add to a step the memory that a process takes when several processes shard one model.
 
 train_fsdp.py shards with `fully_shard` (FSDP2). Each of n processes keeps 1 / n of every weight,
-gradient and moment. It computes with full weights, one group at a time. A *group* is a block, or a
-table of positions. The root group has all other weights: token embedding and ln_f. Beside its
-shards a process has:
+gradient and moment. A process computes with the full weights of one *group* at a time. A group is a
+block, or a table of positions. All other weights, those of the token embedding and of ln_f, are the
+*root group*. Beside its shards a process has this memory for each group:
 
-    when                          memory
-    a group is about to run       an all-gather buffer, in which the shards of all processes arrive,
-                                  and the full weights, copied from it. In forward the buffer stays
-                                  until the next group's buffer has arrived
-    it has run                    its full weights are freed; the root's stay until backward ends
-    its backward is about to run  its full weights again (not a table's: its gradient does not need
-                                  them), and the all-gather buffer of the block before it, so that
-                                  backward does not wait for it later
-    it is recomputed before that  its full weights, until its backward ends (full/K+nested: the
-                                  group's recomputation runs its blocks first)
-    its backward has run          its full weights are freed; its full gradients are copied to a
-                                  reduce-scatter buffer and freed; 1 / n of the sums arrives. The
-                                  buffer stays until the next group's buffer exists
-    more micro-batches follow     the full gradients of all groups stay
+    when                             memory
+    the group is about to run        - an all-gather buffer, in which the shards of all processes
+                                       arrive. In forward the buffer stays until the next group's
+                                       buffer has arrived
+                                     - the full weights, which are copied from this buffer
+    the group has run                none: the full weights are freed. But those of the root group
+                                     stay until backward ends
+    backward is about to run         - the full weights again (except for a table of positions: its
+                                       gradient does not need its weights)
+                                     - the all-gather buffer of the block before, so that backward
+                                       of that block need not wait for its weights
+    the group is recomputed earlier  the full weights, until backward of the group ends. (With
+                                     full/K+nested, K blocks are recomputed before their backward.)
+    backward has run                 the full weights are freed. The full gradients are copied to a
+                                     reduce-scatter buffer and freed. This process's 1 / n of the
+                                     summed gradients arrives. The reduce-scatter buffer stays until
+                                     that of the next group exists
+    more micro-batches follow        the full gradients of the group stay
 
-With --gather-dtype bfloat16 a block's group has only its linear layers. Its LayerNorms stay in
-float32, in the root group. A process rounds its shards before it sends them. Backward makes full
-gradients of linear layers in bfloat16. While they wait for more micro-batches, and in sums over
-processes, they are float32.
+With --gather-dtype bfloat16 the group of a block has only the block's linear layers. The LayerNorms
+stay in float32, in the root group. A process rounds its shards to bfloat16 before it sends them.
+Backward makes the full gradients of linear layers in bfloat16. These gradients are float32 while
+they wait for more micro-batches, and when they are summed over processes.
 
-`add_shards` adds this memory to the record of a step, whose operators show when each block runs.
-The result agrees with real processes within 2 %. Source:
-torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py. torch 2.11 and 2.13 were measured, and
-take the same. A GPU copies on separate streams, but Python allocates in the same order there. Left
-out: weights that an optimizer gathers (Muon: a few full matrices at a time).
+`add_shards` adds this memory to the record of a step. The operators in the record show when each
+block runs. The planned memory agrees with that of real processes within 2 %. The table follows
+torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py. torch 2.11 and torch 2.13 were measured,
+and take the same memory. A GPU copies on separate streams, but there Python allocates in the same
+order as on a CPU. Not counted are weights that an optimizer gathers (Muon gathers a few full
+matrices at a time).
 """
 
 from itertools import pairwise
@@ -48,9 +53,10 @@ GATHERED = "gathered from all processes, for as long as the group of layers runs
 
 
 def make_local_model(config: MiniGPTConfig, n: int) -> MiniGPT:
-    """Return the model that rank 0 of n processes holds: 1 / n of each parameter's rows.
+    """Return a model with the shards of rank 0 of n processes: 1 / n of each parameter's rows.
 
-    The number of rows is rounded up. No rank has more, and ranks with fewer allocate as many.
+    The number of rows is rounded up. No rank has more rows than rank 0. A rank with fewer rows
+    allocates as many as rank 0.
     """
     shard = MiniGPT(config)
     for module in shard.modules():
@@ -61,19 +67,21 @@ def make_local_model(config: MiniGPTConfig, n: int) -> MiniGPT:
 
 
 def position_tables(model: MiniGPT) -> list[nn.Embedding]:
-    """Return all embeddings except the token embedding: those of positions, or of a changed model.
+    """Return all embeddings of the model except the token embedding.
 
-    With rotary positions there is none.
+    In model.py this is the table of positions. A changed model.py may have more such tables, or
+    none (with rotary positions).
     """
     tables = [module for module in model.children() if isinstance(module, nn.Embedding)]
     return [table for table in tables if table is not model.token_embedding]
 
 
 def state_bytes_per_rank(state: int, config: MiniGPTConfig, n: int) -> int:
-    """Return the bytes that one of n processes needs at least, of `state` bytes in all.
+    """Return the bytes of weights, gradients and moments that each of n processes needs at least.
 
-    `state`: bytes of weights, gradients and moments. A process has 1 / n of them, and the full
-    float32 weights of the root group, which exist from forward to the end of backward.
+    `state`: bytes of weights, gradients and moments of the whole model. A process has 1 / n of
+    these bytes. It also has the full float32 weights of the root group, from forward to the end of
+    backward.
     """
     root = (config.vocab_size + 2) * config.d_model
     return state if n == 1 else state // n + 4 * root
@@ -88,16 +96,16 @@ def add_shards(
     in_low: bool,
     sums: dict[nn.Parameter, Tensor],
 ) -> None:
-    """Add to the record of forward and backward what fully_shard allocates; end what it frees.
+    """Add to the record the storages that fully_shard allocates; end those that it frees.
 
     Args:
-        log: a recorder; its step has run forward and backward with the full model.
+        log: the recorder of a step that has run forward and backward with the full model.
         model: the full model, with its gradients.
-        own: the model of this rank's shards, with their gradients.
+        own: a model with this rank's shards of all parameters, and their gradients.
         n: the number of processes.
-        gloo: add gloo's buffers, too (the backend of CPUs).
+        gloo: also add the buffers of gloo, the communication backend of CPUs.
         in_low: blocks are gathered in bfloat16.
-        sums: weight -> gradient of earlier micro-batches in float32, for bfloat16 weights.
+        sums: bfloat16 weight -> its gradient of earlier micro-batches, in float32.
     """
     times, now = times_of(log), log.n_ops
 
@@ -106,8 +114,8 @@ def add_shards(
             log.add_bytes(size, name, GATHERED, born, died, kind)
 
     def gather(size: int, arrives: int, used: int, begin: int, end: int) -> None:
-        """Add a buffer of `size` bytes from operator `arrives` to `used`, and full weights of the
-        same size from `begin` to `end`."""
+        """Add an all-gather buffer of `size` bytes, from operator `arrives` to operator `used`. Add
+        full weights of the same size, from operator `begin` to operator `end`."""
         add("parameters", "weights as they arrive", size, arrives, used)
         add("temporaries", GLOO, size * gloo, arrives, arrives)
         add("parameters", "gathered weights", size, begin, end)
@@ -115,20 +123,20 @@ def add_shards(
     def average(
         whole: list[nn.Parameter], shards: list[nn.Parameter], end: int, at: int, then: int
     ) -> None:
-        """End full gradients after operator `end`. Add the buffer with their copies from operator
-        `at`, when the shards of the sums arrive, to operator `then`."""
+        """End the full gradients of `whole` after operator `end`. Add a reduce-scatter buffer with
+        copies of these gradients, from operator `at` to operator `then`."""
         size = n * sum(shard.nbytes for shard in shards)
         add("gradients", AVERAGED, size, at, then)
         add("temporaries", GLOO, size * gloo, at, min(at, then))
         share_gradients(log, whole, shards, sums, end)
 
-    # The root stays until backward ends, tables until the blocks begin.
+    # The root group's weights stay until backward ends, those of tables until the blocks begin.
     begin, first = times["forward", None][0], times["forward", 0][0]
     root, shards = root_group_params(model, in_low), root_group_params(own, in_low)
     size = n * sum(shard.nbytes for shard in shards)
     gather(size, begin, begin + 1 if position_tables(model) else first, begin, now)
     average(root, shards, now, now + 1, now)  # (no buffer: the freed weights leave room for it)
-    # Before 2.15 torch keeps the last gradient until it is reduced.
+    # torch before 2.15 keeps the last full gradient until it is reduced over the processes.
     early = parse_release(torch.__version__) >= (2, 15)
     for table, local_table in zip(position_tables(model), position_tables(own), strict=True):
         gather(n * local_table.weight.nbytes, begin + 1, first - 1, begin + 2, first - 1)
@@ -141,7 +149,7 @@ def add_shards(
         )
         size = n * sum(shard.nbytes for shard in shards) // (1 + in_low)
         (begin, _, end), (again, _, done) = times["forward", i], times["backward", i]
-        # In backward the weights arrive while the block after it runs.
+        # In backward the weights of block i arrive while backward of block i + 1 runs.
         if i < last_block:
             used, ahead = end, times["backward", i + 1][1]
         else:
@@ -159,7 +167,10 @@ def share_gradients(
     sums: dict[nn.Parameter, Tensor],
     end: int,
 ) -> None:
-    """Replace full gradients by their shards after operator `end`; set the full ones to None."""
+    """Replace the full gradients of `whole` by those of `shards` after operator `end`.
+
+    Also set the `.grad` of each full parameter to None. `sums`: see `add_shards`.
+    """
     gradients: list[Tensor] = [cast(Tensor, parameter.grad) for parameter in whole]
     gradients += [sums.pop(parameter) for parameter in {*whole} & {*sums}]
     storages = [log.find_storage(gradient) for gradient in gradients]
@@ -173,9 +184,10 @@ def share_gradients(
 
 
 def times_of(log: OpRecorder) -> dict[tuple[str, int | None], tuple[int, int, int]]:
-    """Return (phase, block) -> operators: its first, the first of its last visit, and its last.
+    """Return a dict: (phase, block) -> three numbers of operators.
 
-    A phase may visit a block several times.
+    They are the first operator, the first operator of the last visit, and the last operator. A
+    phase may visit a block several times.
     """
     times: dict[tuple[str, int | None], tuple[int, int, int]] = {}
     for (at, phase, block), (then, *_) in pairwise([*log.places, (log.n_ops + 1, "", None)]):
@@ -187,14 +199,15 @@ def times_of(log: OpRecorder) -> dict[tuple[str, int | None], tuple[int, int, in
 def params_gathered_by_block(blocks: nn.Module, in_low: bool) -> list[nn.Parameter]:
     """Return the weights that are gathered when a block runs.
 
-    `in_low`: only the linear layers', which autocast rounds to bfloat16; else all.
+    `in_low`: return only the weights of linear layers, which autocast rounds to bfloat16; else
+    return all weights of the blocks.
     """
     layers = [layer for layer in blocks.modules() if not in_low or isinstance(layer, nn.Linear)]
     return [weight for layer in layers for weight in layer.parameters(recurse=False)]
 
 
 def root_group_params(model: MiniGPT, in_low: bool) -> list[nn.Parameter]:
-    """Return the root group's weights: in no position table, and not gathered by a block.
+    """Return the weights of the root group: all that belong to no other group.
 
     `in_low`: blocks are gathered in bfloat16, so their LayerNorms belong to the root group.
     """

@@ -1,8 +1,8 @@
-"""Plan one training step before it runs: its peak memory, the parts of the peak, and its place.
+"""Plan one training step before it runs: its peak memory, the parts and the place of the peak.
 
-The planner runs one step of the real model, optimizer and policies on fake tensors (see
-planner/op_recorder.py). planner/choose.py chooses a policy by the planner's figures, and
-planner/formulas.py has these figures as formulas.
+The planner runs one step with the real model, optimizer and recompute policies, but on fake tensors
+(see planner/op_recorder.py). planner/choose.py uses the results of the planner to choose a policy.
+planner/formulas.py computes the same figures by formulas.
 """
 
 import math
@@ -44,42 +44,47 @@ from .timeline import KINDS, Segment, StepMemory, split_into_segments
 
 
 class FewCallStep:
-    """The segments of a step with few calls. They represent those of a step with more calls.
+    """Segments of a step with few calls, which represent the segments of a step with more calls.
 
-    A call in MiniGPT.forward runs a block, or a group of blocks that share a checkpoint.
+    A call in MiniGPT.forward runs one block, or a group of blocks that share an activation
+    checkpoint.
     """
 
     def __init__(self, segments: list[Segment]):
         self.n = n = len(segments) // 2 - 3  # number of calls
         self.state, self.embedding, *rest, self.embedding_backward, self.update = segments
-        self.forward, self.backward = rest[:n], rest[: -n - 1 : -1]  # by call, as forward runs them
+        self.forward, self.backward = rest[:n], rest[: -n - 1 : -1]  # by call, in forward's order
         self.left, self.head, self.entered = rest[n:-n]  # ln_f, the head, and ln_f's backward
 
 
 @dataclass(eq=False)
 class Planner:
-    """Plan steps of the real model, optimizer and policies on fake tensors.
+    """Plan training steps: run the real model, optimizer and recompute policies on fake tensors.
 
-    The fake tensors are always on a CPU. For "cuda" the planner uses functions like CUDA's fused
-    dropout and attention, and adds the workspaces of its kernels (planner/operators.py). For "mps"
-    neither function is fused, as in training there.
+    The fake tensors are always on a CPU. For "cuda" the planner uses functions that keep the same
+    tensors as CUDA's fused dropout and fused attention. It also adds the workspaces of CUDA's
+    kernels (planner/operators.py). For "mps" dropout and attention are not fused, as in real
+    training.
     """
 
     config: MiniGPTConfig  # `step` can change its memory settings
     seq_len: int  # tokens
     _: KW_ONLY
-    precision: torch.dtype  # of autocast, or float32. (float16's GradScaler adds a few bytes.)
-    make_optimizer: Callable[[MiniGPT], torch.optim.Optimizer]  # the trainer's
-    clip: Callable[..., object] = nn.utils.clip_grad_norm_  # gradient clipping, or a replacement
+    # Dtype of autocast; float32: no autocast. (The plan leaves out a few bytes of a GradScaler.)
+    precision: torch.dtype
+    make_optimizer: Callable[[MiniGPT], torch.optim.Optimizer]  # makes the trainer's optimizer
+    clip: Callable[..., object] = nn.utils.clip_grad_norm_  # clips the gradients
     device_type: str = "cpu"
     accumulate: bool = False  # gradients of an earlier micro-batch exist in forward
-    ddp: bool = False  # gradients stay, in the buckets of DistributedDataParallel
-    compress: bool = False  # average gradients in bfloat16 copies (first step: one bucket)
-    # Number of processes that share one model (train_fsdp.py). The plan is for one of them. Do not
-    # combine it with `ddp`.
+    ddp: bool = False  # gradients stay after the update, in DistributedDataParallel's buckets
+    # Gradients are averaged as bfloat16 copies. All copies exist at once, because DDP has only one
+    # bucket in its first step.
+    compress: bool = False
+    # Number of processes that shard one model (train_fsdp.py). The plan is for one process. Do not
+    # combine sharding with `ddp`.
     shard_degree: int = 1
-    # Number of processes that share each sequence (train_sp.py). The plan is for rank 0: no other
-    # rank has more tokens or heads.
+    # Number of processes that share each sequence (train_sp.py). The plan is for rank 0, because no
+    # other rank has more tokens or heads.
     sp_degree: int = 1
     gather_in_low: bool = False  # gather the blocks' shards in bfloat16
 
@@ -87,7 +92,7 @@ class Planner:
         config = self.config
         self.on_cpu = self.device_type == "cpu"
         self.sequence = SequenceShard(0, self.sp_degree, config.n_heads, no_communication)
-        self.local_seq_len = self.sequence.start_sharding(self.seq_len).stop  # of each sequence
+        self.local_seq_len = self.sequence.start_sharding(self.seq_len).stop  # per sequence
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
         self.few_call_steps: dict[tuple, FewCallStep] = {}
@@ -102,7 +107,7 @@ class Planner:
             if self.gather_in_low:
                 for weight in params_gathered_by_block(self.model.blocks, in_low=True):
                     weight.data = weight.data.bfloat16()
-            # The parameters that a process holds and updates.
+            # The model with the parameters that one process keeps and updates.
             self.local_model = (
                 self.model
                 if self.shard_degree == 1
@@ -114,15 +119,16 @@ class Planner:
             make_state(self.optimizer, self.local_model.parameters())
 
     def step(self, batch_size: int, **memory: Any) -> StepMemory:
-        """Return a step on `batch_size` sequences: its memory in bytes, and its work.
+        """Return a planned step with `batch_size` sequences: its memory in bytes, and its work.
 
         `memory`: changed settings of the config, such as recompute="full".
         """
         config = replace(self.config, **memory)
         key, plan = (batch_size, config), recompute_plan(config)
         if key not in self.steps:
-            # Some memory outlives its block: tensors on their way out, or buffers of shards. It
-            # depends on the block's neighbours. So if blocks differ, simulate the whole step.
+            # Some memory of a block still exists when the next block runs: tensors that offload is
+            # copying, or all-gather buffers. It depends on the policies of both blocks. So if the
+            # blocks differ, simulate the whole step.
             is_mix, in_groups = len(set(plan.policies)) > 1, plan.group_size > 1
             if plan.offload and is_mix or self.shard_degree > 1 and in_groups:
                 _, self.steps[key] = self.simulate(batch_size, config)
@@ -131,7 +137,10 @@ class Planner:
         return self.steps[key]
 
     def compose_step(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
-        """Compose a step of segments from steps with few calls, all of which are equal."""
+        """Compose a step of segments that come from steps with few calls.
+
+        In each step with few calls, all calls run the same policy.
+        """
         groups, first = recompute_plan(config).checkpoint_groups, 0
         representatives = {
             call: self.few_call_step(batch_size, config, *call) for call in {("none", 1), *groups}
@@ -140,7 +149,8 @@ class Planner:
         forward, backward = list[tuple[Segment, int]](), list[tuple[Segment, int]]()
         for to_come, call in zip(range(len(groups))[::-1], groups, strict=True):
             step, (_, size) = representatives[call], call
-            # Index of the call that represents this one, counted from the first or the last.
+            # Index of the call in `step` that represents this call: the call with the same distance
+            # from the first or the last call, or one in the middle.
             i = max(min(first // size, step.n // 2), step.n - 1 - to_come)
             forward.append((step.forward[i], first - i * size))
             backward.append((step.backward[i], first - i * size))
@@ -169,7 +179,7 @@ class Planner:
         if key not in self.few_call_steps:
             self.on_simulate()
             n = plain.n_layers // size
-            if self.are_alike:  # only calls near both ends may differ
+            if self.are_alike:  # only calls near the first and the last may differ
                 ends_differ = moves or self.shard_degree > 1
                 n = min(n, 3 + 2 * offload.MAX_COPIES_IN_FLIGHT * moves if ends_differ else 2)
             short_plan = RecomputePlan((policy,) * n * size, size, nested, moves)
@@ -177,8 +187,9 @@ class Planner:
             frame = None if policy == "none" else self.few_call_step(batch_size, plain, "none", 1)
             segments = split_into_segments(self.run_fake_step(batch_size, short, frame), [size] * n)
             if frame is None:
-                # Gradients of the left-out blocks exist from the begin here, for the update. Do not
-                # count them: in the composed step each block's backward makes its own.
+                # The update needs the gradients of all blocks. So here the gradients of the blocks
+                # that do not run exist from the begin. Do not count them: in the composed step the
+                # backward of each block makes them.
                 left_out = (
                     set(self.local_model.blocks[n:].parameters()) - self.params_with_kept_grads
                 )
@@ -190,26 +201,26 @@ class Planner:
     def largest_batch(
         self, budget: int, batch_size: int, host: int | None = None, **memory: Any
     ) -> int:
-        """Return the largest number of sequences whose peak is at most `budget` bytes, or 0.
+        """Return the largest number of sequences with which a step fits in `budget` bytes, or 0.
 
         Args:
-            batch_size: a batch to begin with, in sequences.
-            host: limit of offload's CPU memory in bytes; None: unknown, no limit.
+            batch_size: number of sequences with which the search begins.
+            host: bytes of CPU memory that offload may take; None: unknown, so there is no limit.
             memory: changed settings of the config, as in `step`.
         """
         with_offload = recompute_plan(replace(self.config, **memory)).offload
-        # With fewer sequences the residual stream is too small to be moved. So their steps do not
-        # predict those of larger batches.
+        # With fewer sequences the residual stream is too small for offload. So steps with fewer
+        # sequences do not predict steps with larger batches.
         min_batch = (
             math.ceil(MIN_OFFLOAD_BYTES / (4 * self.local_seq_len * self.config.d_model))
             if with_offload
             else 1
         )
         one = self.step(max(batch_size, min_batch, 2), **memory)
-        # One sequence: other functions need this step, too, and `step` caches it.
+        # Prefer the step with one sequence: other functions need it, too, and `step` caches it.
         two = self.step(one.batch_size + 1 if with_offload else 1, **memory)
         if len(ops_outside_head(one)) != len(ops_outside_head(two)):
-            # With one sequence a reshape may be a view, where others run an operator that copies.
+            # With one sequence a reshape may return a view. With more sequences it copies.
             two = self.step(one.batch_size + 1, **memory)
 
         def fits(sequences: int) -> bool:
@@ -232,7 +243,7 @@ class Planner:
     ) -> tuple[OpRecorder, StepMemory]:
         """Simulate a whole step; return its recorder and its memory.
 
-        `sources`: finds the call sites that the recorder stores.
+        `sources`: finds the call sites that the recorder stores; None: store no call sites.
         """
         self.on_simulate()
         log = self.run_fake_step(batch_size, config, None, sources)
@@ -243,7 +254,7 @@ class Planner:
         return log, StepMemory(config, batch_size, self.seq_len, whole)
 
     def record(self, batch_size: int, **memory: Any) -> StepRecord:
-        """Return a step as `step` does, with the name of each storage in it: planner/record.py.
+        """Simulate a whole step; return its record, which names each storage (planner/record.py).
 
         `memory`: changed settings of the config.
         """
@@ -257,19 +268,20 @@ class Planner:
         known: "FewCallStep | None" = None,
         sources: CallSiteTracker | None = None,
     ) -> OpRecorder:
-        """Run train_minimal.train_step on fake tensors, and return the recorder.
+        """Do train_minimal.train_step for one micro-batch on fake tensors; return the recorder.
 
-        Only the first `config.n_layers` blocks run. The update is that of all blocks in the
+        Only the first `config.n_layers` blocks run. But the update covers all blocks of the
         planner's model.
 
         Args:
-            known: another step with the same head and update: leave them out of this one.
-            sources: finds the call sites that the recorder stores.
+            known: another step, which has the same head and the same update. If it is given, leave
+                head and update out of this step. None: run both.
+            sources: finds the call sites that the recorder stores; None: store no call sites.
         """
         model, parameters = self.model, list(self.local_model.parameters())
         blocks = model.blocks[: config.n_layers]
         with self.fake:
-            # Weights with gradients before forward; bfloat16 ones have separate sums in float32.
+            # Weights whose gradients exist before forward. (For bfloat16 weights: float32 sums.)
             weights = self.params_with_kept_grads.union(parameters if self.shard_degree > 1 else ())
             if not known:
                 weights = weights.union(self.local_model.blocks[config.n_layers :].parameters())
@@ -291,7 +303,7 @@ class Planner:
             )
             for handle in register_phase_hooks(blocks, model.ln_f, log):
                 hooks.enter_context(handle)
-            for parameter in self.names.keys() - parameters:  # full weights; shards count instead
+            for parameter in self.names.keys() - parameters:  # full weights: shards count instead
                 log.add(parameter).nbytes = 0
             name_what_is_there(log, self.names, self.optimizer, self.sums)
             log.label(batch, "activations", "token ids and labels")  # backward needs them
@@ -301,28 +313,29 @@ class Planner:
             if self.shard_degree > 1:
                 shard_options = self.on_cpu, self.gather_in_low, self.sums
                 add_shards(log, model, self.local_model, self.shard_degree, *shard_options)
-            if self.compress:  # freed when the average exists
+            if self.compress:  # the copies are freed when the average exists
                 copies = [cast(Tensor, parameter.grad).bfloat16() for parameter in parameters]
                 for copy in copies:
                     log.label(copy, "gradients", "gradient on its way")
                 del copies, copy
             log.enter_phase("optimizer")
             if known:
-                torch.empty(1)  # memory freed now ends with an operator of the update
+                torch.empty(1)  # one operator of the update: storages freed below end with it
             else:
-                # A GPU clips all tensors at once. For these CPU tensors torch would not.
+                # A GPU clips all tensors at once. By default torch would not do so on a CPU.
                 self.clip(parameters, 1.0, foreach=not self.on_cpu)
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-            del loss  # the trainer holds it until here
+            del loss  # the trainer keeps the loss until here
         for buffer in pool.buffers:
             log.label(buffer, "activations", "buffer of offload", "copies wait in it for backward")
         return log
 
     @property
     def note(self) -> str:
-        """Sentence on operators that the plan gets wrong on a GPU; "" if there are none."""
-        # torch's native_functions.yaml has no other function that only a CPU composes of several.
+        """Sentence for the user on operators that the plan gets wrong for a GPU; "" if none."""
+        # RMSNorm is the only function in torch's native_functions.yaml that runs as one operator on
+        # a GPU and as several on a CPU.
         if self.on_cpu or not any(isinstance(part, nn.RMSNorm) for part in self.model.modules()):
             return ""
         return (
@@ -332,29 +345,31 @@ class Planner:
 
     @property
     def params_with_kept_grads(self) -> set[nn.Parameter]:
-        """Weights whose gradients exist from the step's begin to its end."""
+        """Weights whose gradients exist during the whole step, from its begin to its end."""
         return set(self.model.parameters()) if self.accumulate or self.ddp else set()
 
 
 def no_communication(sent: Tensor, send: list[int], take: list[int]) -> Tensor:
-    """Return an uninitialised tensor (sum(take),) in place of an all-to-all in memory/sequence.py.
+    """Return an uninitialised tensor (sum(take),) instead of the result of an all-to-all.
 
-    `sent` (sum(send),): the elements that this rank would send.
+    This function replaces the all-to-all of memory/sequence.py. `sent` (sum(send),): the elements
+    that this rank would send. `send`: number of elements for each rank. `take`: number of elements
+    from each rank.
     """
     return sent.new_empty(sum(take))
 
 
 class UnsplitPool(PinnedPool):
-    """Host memory with one buffer for each tensor, instead of several.
+    """Pool of host memory in which each tensor has one buffer instead of several.
 
-    So steps run the same operators with every batch size.
+    So a step runs the same operators with every batch size.
     """
 
     def __init__(self, log: OpRecorder, on_cpu: bool) -> None:
         super().__init__()
         self.log = log
         if not on_cpu:
-            self.device = torch.device("meta")  # host memory is not on the simulated GPU
+            self.device = torch.device("meta")  # so host memory does not count as memory of the GPU
 
     def acquire_buffers(self, like: Tensor) -> list[Tensor]:
         """Return one host buffer for the 1-D `like`, and record the copy to it."""
@@ -367,9 +382,10 @@ def representative_chunks(
 ) -> Callable[[int, int], Iterator[int]]:
     """Return a replacement for `chunk_starts` of memory/head.py that yields few chunks.
 
-    The head may have millions. The replacement yields the starts of the first chunk, of the second,
-    and of the last. The second represents all in between, which run the same operators. With a
-    `known` step, which has the head, it yields none.
+    The head may have millions of chunks. The replacement yields the starts of the first chunk, of
+    the second chunk, and of the last chunk. The second chunk represents all chunks in between,
+    which run the same operators. If `known` is given, its step has the operators of the head. Then
+    the replacement yields no chunk.
     """
 
     def starts_of_few(n_tokens: int, n: int) -> Iterator[int]:
@@ -405,9 +421,10 @@ def simulated_on(
 ) -> Iterator[OpRecorder]:
     """Record the operators that run on fake tensors in this context; yield the recorder.
 
-    The fake tensors are always on a CPU. For "cuda" use functions like CUDA's fused dropout and
-    attention, and add the workspaces of its kernels. For "mps" neither function is fused, as in
-    training there. `sources`: finds the call sites that the recorder stores.
+    The fake tensors are always on a CPU. For "cuda" dropout and attention are replaced by functions
+    that keep the same tensors as CUDA's fused ones, and the workspaces of CUDA's kernels are added.
+    For "mps" dropout and attention are not fused, as in real training. `sources`: finds the call
+    sites that the recorder stores; None: store no call sites.
     """
     on_cuda = device_type == "cuda"
     with (
@@ -431,9 +448,9 @@ def simulated_on(
 
 
 def make_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Make the optimizer's state of these parameters, as a first step does.
+    """Make the optimizer's state of these parameters, as the first step of a run does.
 
-    So a simulated step finds the state, as all later steps do.
+    So a simulated step finds this state, as all later steps of a run do.
     """
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
@@ -454,7 +471,7 @@ def forward_and_backward(
     with torch.autocast("cpu", precision, enabled, cache_enabled):
         loss = forward()
     log.forward_end = log.n_ops
-    if log.phase == "forward":  # else the head's backward comes first
+    if log.phase == "forward":  # else "head": the head's backward belongs to this phase
         log.enter_phase("backward")
     loss.backward()
     return loss
@@ -468,11 +485,11 @@ def name_what_is_there(
 ) -> None:
     """Name the storages of weights, of the optimizer's state, and of existing gradients.
 
-    `names`: weight -> its name. `sums`: weight -> the sum of its gradients, if that is not
-    weight.grad.
+    `names`: weight -> its name. `sums`: weight -> the sum of its gradients, if this sum is a tensor
+    other than weight.grad.
     """
     for weight, name in names.items():
-        # Also a full weight beside its shards. Its bytes are counted when it is gathered.
+        # Also name the full weights of a sharded model. Their bytes count when they are gathered.
         log.find_storage(weight).name = name
         named = [
             (weight if weight in optimizer.state else None, "parameters", name),
@@ -492,14 +509,14 @@ def register_phase_hooks(
 ) -> list[RemovableHandle]:
     """Register hooks that tell the recorder the running phase and block; return their handles.
 
-    They follow forward, backward and recomputations. The head begins after `last`: the last block,
-    or a module after it.
+    The hooks run in forward, in backward and in recomputations. The head begins after the module
+    `last`, which is the last block or a module after the last block.
     """
     is_after_blocks = last not in blocks
 
     def enter_block(i: int, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         log.enter_phase(log.phase, i)
-        if log.phase == "forward":  # backward of block i ends with its input's gradient
+        if log.phase == "forward":  # backward of block i ends when its input's gradient exists
             when_gradient_is_there((args, kwargs), i - 1 if i > 0 else None)
 
     def leave_blocks(last: nn.Module, args: tuple) -> None:
@@ -512,7 +529,7 @@ def register_phase_hooks(
             when_gradient_is_there(output, None if is_after_blocks else len(blocks) - 1)
 
     def when_gradient_is_there(tensors: Any, i: int | None) -> None:
-        """Enter backward of block i when the first tensor that needs a gradient has it."""
+        """Enter backward of block i when the first of `tensors` that needs a gradient has one."""
         leaves = filter(torch.is_tensor, tree_leaves(tensors))
         for tensor in [leaf for leaf in leaves if leaf.requires_grad][:1]:
             tensor.register_hook(lambda _: log.enter_phase("backward", i))
@@ -536,14 +553,14 @@ def fused_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Return attention as F.scaled_dot_product_attention does, but keep no dropout mask."""
+    """Return the result of F.scaled_dot_product_attention, but keep no dropout mask."""
     return ATTENTION(query, key, value, attn_mask, 0.0, is_causal, **options)
 
 
 def fused_dropout(
     x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Return dropout of x as F.dropout does, and keep a mask of one byte for each element."""
+    """Return the result of F.dropout for x, and keep a mask of one byte for each element."""
     return torch.ops.aten.native_dropout(x, p, training)[0] if p and training else x
 
 

@@ -1,7 +1,10 @@
-"""Memory and work of a simulated step: bytes after each operator, and its FLOPs and bytes.
+"""Compute the memory and the work of a simulated step.
+
+Memory is the bytes that exist after each operator. Work is the FLOPs of each operator and the bytes
+that it reads and writes.
 
 A step is a list of segments, such as the forward of one block. The bytes that a segment allocates
-and frees do not depend on other segments. So equal blocks share one segment, and the memory and the
+and frees do not depend on other segments. So equal blocks share one segment. The memory and the
 time of a step are sums over its segments.
 """
 
@@ -22,12 +25,12 @@ from .roofline import Card, seconds_per_op
 
 KINDS = (
     "parameters",
-    "gradients",  # DDP's buckets, too
-    "optimizer",  # its state, such as moments
+    "gradients",  # also those in DDP's buckets
+    "optimizer",  # the optimizer's state, such as moments
     "activations",  # kept by forward for backward
-    "recomputed",  # made again in backward
+    "recomputed",  # activations that backward makes again
     "head",  # logits, the loss, and their gradients
-    "temporaries",  # the rest, freed before the phase ends; and workspaces of GPU kernels
+    "temporaries",  # all other storages, freed before their phase ends; workspaces of GPU kernels
 )
 
 
@@ -35,9 +38,9 @@ KINDS = (
 WORK_DTYPE = np.dtype(
     [
         ("at", np.int64),  # number of the operator
-        ("flops", np.float64),  # of matrix products, 2 a multiply-add
-        ("bytes", np.float64),  # read and written
-        ("precision", np.uint8),  # dtype of its products: index into PRECISIONS
+        ("flops", np.float64),  # FLOPs of its matrix products, 2 per multiply-add
+        ("bytes", np.float64),  # bytes that it reads and writes
+        ("precision", np.uint8),  # dtype of its products, as an index into PRECISIONS
         ("attention", np.uint8),  # 1: attention, 2: its backward, 0: another operator
         ("times", np.float64),  # how often it runs
     ]
@@ -45,7 +48,7 @@ WORK_DTYPE = np.dtype(
 
 
 def op_work_table(ops: Sequence[Op]) -> np.recarray:
-    """Return the work of the operators that move bytes: (such operators,) of WORK_DTYPE."""
+    """Return an array of WORK_DTYPE with one row for each operator that reads or writes bytes."""
     attention = {name: i + 1 for i, name in enumerate(ATTENTION)}
     rows = [
         (at, op.flops, op.bytes, op.precision, attention.get(op.name, 0), op.times)
@@ -59,13 +62,15 @@ def op_work_table(ops: Sequence[Op]) -> np.recarray:
 class Segment:
     """A part of a step: forward or backward of one call, or the operators between two calls.
 
-    MiniGPT.forward calls a block, or a group of blocks that share a checkpoint.
+    A call in MiniGPT.forward runs one block, or a group of blocks that share an activation
+    checkpoint.
     """
 
-    places: list[PhaseMark]  # (first operator, from the segment's begin; phase; block)
-    changes: np.ndarray  # (operators, 2, kinds) int64: bytes that begin and end with each operator
-    work: np.recarray  # of WORK_DTYPE, numbered from the segment's begin
-    kept: int  # bytes that stay for backward
+    places: list[PhaseMark]  # (first operator, counted from the segment's begin; phase; block)
+    # (operators, 2, kinds) int64: bytes that each operator allocates, and bytes that end with it.
+    changes: np.ndarray
+    work: np.recarray  # of WORK_DTYPE; `at` is counted from the segment's begin
+    kept: int  # bytes that the segment keeps for backward
     offloaded_sizes: list[int]  # bytes of each tensor that offload copies out
 
     @cached_property
@@ -76,22 +81,22 @@ class Segment:
 
     @cached_property
     def peak_increase(self) -> int:
-        """Peak of the segment in bytes, above the bytes when it begins."""
+        """Bytes at the segment's peak minus bytes before the segment."""
         return max(timeline_of([self]).sum(axis=1).tolist(), default=0)
 
 
 @lru_cache(2**12)
 def segment_seconds(segment: Segment, card: Card) -> float:
     """Return the estimated seconds of a segment on a card."""
-    # Not `@`: a BLAS adds in an order that depends on the CPU, and the order changes the rounding.
+    # Do not use `@`: BLAS adds in an order that depends on the CPU, and the order changes rounding.
     return float((seconds_per_op(segment.work, card) * segment.work.times).sum())
 
 
 def timeline_of(segments: Iterable[Segment]) -> np.ndarray:
     """Return the bytes of each kind after each operator: (operators, kinds) int64.
 
-    They count above the bytes before the first operator, and include storages that end with the
-    operator.
+    The bytes before the first operator do not count. The bytes after an operator include storages
+    that are freed right after it.
     """
     allocated, freed = np.concatenate([segment.changes for segment in segments]).swapaxes(0, 1)
     return (allocated - freed).cumsum(axis=0) + freed
@@ -100,7 +105,7 @@ def timeline_of(segments: Iterable[Segment]) -> np.ndarray:
 def split_into_segments(log: OpRecorder, calls: Iterable[int] = ()) -> list[Segment]:
     """Split a record into segments: each call's forward, its backward, and the parts in between.
 
-    `calls`: number of blocks of each call; by default one.
+    `calls`: number of blocks of each call; by default each call runs one block.
     """
     call_of = [i for i, size in enumerate(calls) for _ in range(size)]
 
@@ -139,7 +144,7 @@ def kind_of(storage: Storage, is_kept: bool) -> str:
     """Return the kind of a storage without a label. `is_kept`: forward keeps it for backward."""
     if storage.phase == "head":
         return "head"
-    if is_kept or storage.born == 0:  # or it existed before the step
+    if is_kept or storage.born == 0:  # born 0: it existed before the step
         return "activations"
     return "recomputed" if storage.replayed else "temporaries"
 
@@ -154,21 +159,21 @@ class StepMemory:
     segments: list[tuple[Segment, int]]  # in order: (segment, number to add to its block indices)
 
     def seconds(self, card: Card) -> float:
-        """Return the estimated seconds of one micro-batch's step on a card (planner/roofline.py).
+        """Return the estimated seconds of a step with one micro-batch on this card.
 
-        The estimate is for eager code, also with --compile.
+        The estimate (planner/roofline.py) is for eager code, and does not change with --compile.
         """
         return math.fsum(segment_seconds(segment, card) for segment, _ in self.segments)
 
     @cached_property
     def begins(self) -> list[int]:
-        """Number of the first operator of each segment; then the number of all operators."""
+        """Numbers of the first operators of all segments; the last element counts all operators."""
         sizes = (len(segment.changes) for segment, _ in self.segments)
         return list(accumulate(sizes, initial=0))
 
     @property
     def work(self) -> np.recarray:
-        """Work of the operators that move bytes: (such operators,) of WORK_DTYPE."""
+        """Array of WORK_DTYPE with one row for each operator that reads or writes bytes."""
         work = np.concatenate([segment.work for segment, _ in self.segments]).view(np.recarray)
         work.at += np.repeat(self.begins[:-1], [len(segment.work) for segment, _ in self.segments])
         return work
@@ -194,7 +199,7 @@ class StepMemory:
 
     @cached_property
     def peak(self) -> int:
-        """Most bytes that exist at any operator of the step."""
+        """Largest number of bytes that exist at any operator of the step."""
         peak = level = 0
         for segment, _ in self.segments:
             peak, level = max(peak, level + segment.peak_increase), level + segment.added
@@ -207,7 +212,7 @@ class StepMemory:
 
     @property
     def kept_per_block(self) -> float:
-        """Bytes that a block keeps for backward, the mean of all blocks."""
+        """Bytes that a block keeps for backward, as the mean over all blocks."""
         of_blocks = [segment for segment, _ in self.segments if segment.places[0][2] is not None]
         n_blocks = len({block for *_, block in self.places} - {None})
         return sum(segment.kept for segment in of_blocks) / max(1, n_blocks)
@@ -235,7 +240,7 @@ class StepMemory:
         return phase if block is None else f"{phase}, block {block}"
 
     def phase_slice(self, name: str) -> slice:
-        """Return the slice of operators of "forward", "head", "backward" or "optimizer"."""
+        """Return the slice of operators of phase "forward", "head", "backward" or "optimizer"."""
         intervals = [interval for interval in phase_intervals(self) if interval[0] == name]
         return slice(intervals[0][2][0], intervals[-1][3])
 
@@ -245,9 +250,9 @@ PhaseInterval = tuple[str, int | None, list[int], int]
 
 
 def phase_intervals(step: StepMemory) -> list[PhaseInterval]:
-    """Return the intervals of a step in order, one for each run of equal (phase, block).
+    """Return the intervals of a step in order. Successive equal (phase, block) are one interval.
 
-    A block may be visited several times in a row: each visit has its own first operator.
+    A phase may visit a block several times in a row: each visit has its own first operator.
     """
     intervals = [
         (phase, block, [at for at, _, _ in group])

@@ -1,8 +1,8 @@
-"""The optimizer: which rule updates which parameter, when an update is skipped, and how a run
-resumes.
+"""Make the optimizer of a run, update weights, skip non-finite updates, restore saved moments.
 
-AdamW with float32 moments is torch's own. It stores 8 bytes per parameter besides the weight and
-the gradient, and no recompute can free them. `LeanOptimizer` stores less, or only a shard.
+AdamW with float32 moments is torch's own class. Beside the weight and the gradient it stores 8
+bytes per parameter. No recompute policy can free these bytes. `LeanOptimizer` stores fewer bytes
+per parameter, or only a shard.
 """
 
 import argparse
@@ -19,16 +19,18 @@ from model import MiniGPT
 
 BETAS, EPS = (0.9, 0.95), 1e-8  # for AdamW; the second beta is GPT-3's
 MOMENTUM = 0.95  # for Muon
-# Muon's Newton-Schulz polynomial a x + b x^3 + c x^5. Five iterations take all singular values
-# between 0.003 and 1 to values between 0.68 and 1.2, which is as good as 1 (Jordan, 2024).
+# Coefficients a, b, c of Muon's Newton-Schulz polynomial a x + b x^3 + c x^5. Five iterations map
+# all singular values between 0.003 and 1 to values between 0.68 and 1.2. These values are as good
+# as 1 (Jordan, 2024).
 NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.7750, 2.0315), 5
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # torch's names
-# Elements to copy at a time, and at least one matrix: few, so that the temporary copies stay small
-# next to the memory that the optimizer saves.
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # as in torch
+# Number of elements that are updated at a time (Muon updates at least one matrix). It is small, so
+# that the temporary copies stay small beside the memory that the optimizer saves.
 AT_A_TIME = 2**22
-LocalShard = Callable[[Tensor, Tensor], Tensor]  # (full, parameter) -> rows; OneProcess.local_shard
+# A function such as OneProcess.local_shard: (full tensor, parameter) -> this process's rows.
+LocalShard = Callable[[Tensor, Tensor], Tensor]
 Groups = list[dict[str, Any]]
-LANES = 64  # a multiple of the floats in a CPU's vector register
+LANES = 64  # elements: a multiple of the floats in a CPU's vector register
 
 
 def make_optimizer(
@@ -36,12 +38,14 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer that --optimizer and --moments-dtype name.
 
-    AdamW (Loshchilov and Hutter, 2019), as one fused kernel; or Muon (Jordan, 2024) for the
-    matrices of the blocks, and AdamW for all else: biases, gains, and embeddings, which are tables
-    of vectors. Parameters may be sharded over processes (DTensors).
+    `adamw` is AdamW (Loshchilov and Hutter, 2019) as one fused kernel. `muon` is Muon (Jordan,
+    2024) for the matrices of the blocks, and AdamW for all other parameters: biases, LayerNorm
+    gains, and embeddings, which are tables of vectors. Parameters may be sharded over processes
+    (DTensors).
 
-    Weight decay pulls matrices towards zero. Biases and LayerNorm gains get none: they have no
-    reason to be small. `precision`: the dtype of the model's matmuls.
+    Weight decay pulls matrices and embeddings towards zero. Biases and LayerNorm gains get no
+    weight decay, because they have no reason to be small. `precision`: the dtype of the model's
+    matmuls.
     """
     muon = args.optimizer == "muon"
     matrices, decayed, undecayed = [], [], []
@@ -62,8 +66,9 @@ def make_optimizer(
         return torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, eps=EPS, fused=True)
     if muon:
         groups.append({"params": matrices, "weight_decay": args.weight_decay, "rule": "muon"})
-    # Muon does many matmuls. bfloat16 loses half of its digits in them, which does not matter
-    # (Jordan). Hardware that only emulates bfloat16 trains in float32, and Muon does so, too.
+    # Muon does many matmuls. In bfloat16 they lose half of their digits, which does not matter
+    # (Jordan, 2024). Hardware that only emulates bfloat16 trains in float32. There Muon's matmuls
+    # are in float32, too.
     products = torch.bfloat16 if precision == torch.bfloat16 else torch.float32
     lanes = LANES if device.type == "cpu" else 1
     return LeanOptimizer(groups, args.lr, lanes, moments, products)
@@ -72,25 +77,28 @@ def make_optimizer(
 class LeanOptimizer(torch.optim.Optimizer):
     """AdamW and Muon, each for its own parameter groups, with moments in float32 or bfloat16.
 
-    Weights and arithmetic are in float32. Only the moments that are stored between two steps are
-    rounded. A bfloat16 moment does not change when its step is below 2^-9 of its value. AdamW's
-    second moment v takes steps of (1 - beta2) (g^2 - v). With a beta2 of 0.95, v stops changing
-    only within 4 to 8 % of g^2, which changes the update by at most 4 %. (With 0.999, v would stop
+    Weights and arithmetic are in float32 (Muon's matmuls in `products`). Only the moments that are
+    stored between two steps are rounded to `moments`. A bfloat16 moment does not change if an
+    update would change it by less than 2^-9 of its value. AdamW's update changes the second moment
+    v by (1 - beta2) (g^2 - v). With beta2 = 0.95, v stops changing only when it is within 4 to 8 %
+    of g^2. This error changes the weight's update by at most 4 %. (With beta2 = 0.999, v would stop
     changing wherever g^2 is below three times v.)
 
-    A sharded parameter (a DTensor, sharded by rows) has sharded moments. The new weights equal
-    those of unsharded parameters to the bit. With float32 moments they also equal those of torch's
-    AdamW to the bit, if each parameter fills the CPU's vectors: see `to_padded_float32`.
+    A sharded parameter (a DTensor, sharded by rows) has sharded moments. The new weights of a
+    sharded parameter equal those of an unsharded parameter to the bit. With float32 moments they
+    also equal those of torch's AdamW to the bit, if the parameter fills whole vector registers of
+    the CPU (see `to_padded_float32`).
 
     Args:
-        groups: "params", "weight_decay", and "rule", if it is not "adamw".
+        groups: parameter groups with "params" and "weight_decay", and with "rule" if the rule is
+            not "adamw".
         lr: learning rate of all groups.
-        lanes: AdamW's kernel gets a multiple of this many elements (see `to_padded_float32`).
+        lanes: AdamW's kernel gets a multiple of this number of elements (see `to_padded_float32`).
         moments: dtype of the stored moments.
         products: dtype of Muon's matmuls.
     """
 
-    # () float32 on the device; at 1 a step changes nothing. See update_if_finite.
+    # Tensor () float32 on the device. If it is 1, a step changes nothing. See `update_if_finite`.
     found_inf: Tensor | None = None
 
     def __init__(
@@ -107,7 +115,7 @@ class LeanOptimizer(torch.optim.Optimizer):
             for parameter in parameters:
                 if not self.state[parameter]:
                     self.state[parameter] = first_state(parameter, group, self.moments)
-            if group["rule"] == "muon":  # batches matrices of one shape
+            if group["rule"] == "muon":  # updates matrices of the same shape as one batch
                 for shape in dict.fromkeys(p.shape for p in parameters):
                     alike = [p for p in parameters if p.shape == shape]
                     n = max(1, AT_A_TIME // shape.numel())
@@ -123,14 +131,14 @@ class LeanOptimizer(torch.optim.Optimizer):
         tensors = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
         columns = [local_tensor(t).reshape(-1).split(AT_A_TIME) for t in tensors if t is not None]
         step = state["step"].clone()
-        # Each call of the kernel adds 1 to its step count, so every piece starts from `step`.
+        # Each call of the kernel adds 1 to the step count. So reset the count before each piece.
         for pieces in zip(*columns, strict=True):
             self.adamw_piece(pieces, state["step"].copy_(step), group)
 
     def adamw_piece(self, pieces: tuple[Tensor, ...], step: Tensor, group: dict[str, Any]) -> None:
         """Run torch's AdamW kernel on float32 copies of 1-D pieces: weight, gradient, two moments.
 
-        The copies are freed when this returns, before the copies of the next piece are made.
+        The copies are freed when this method returns, before the copies of the next piece are made.
         """
         copies = [to_padded_float32(piece, self.lanes) for piece in pieces]
         weights, gradients, first, second = ([copy] for copy in copies)
@@ -146,8 +154,9 @@ class LeanOptimizer(torch.optim.Optimizer):
     def muon(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         """Update matrices of one shape (A, B) with Muon, as torch.optim.Muon does.
 
-        The update has a root mean square of 0.2, about that of AdamW. So one learning rate and one
-        weight decay serve both (Liu et al., 2025, arXiv 2502.16982, section 2.2).
+        The root mean square of an update's elements is 0.2, which is about that of AdamW's updates.
+        So both rules use the same learning rate and the same weight decay (Liu et al., 2025, arXiv
+        2502.16982, section 2.2).
         """
         update = orthogonalize_rows(self.nesterov_momentum(matrices), matrices[0])
         update = update.float() * (0.2 * math.sqrt(max(matrices[0].shape)))
@@ -156,15 +165,17 @@ class LeanOptimizer(torch.optim.Optimizer):
             weight.sub_(self.unless_skipped(change))
 
     def nesterov_momentum(self, matrices: list[Tensor]) -> Tensor:
-        """Update the momenta with the gradients, and return Nesterov's mean of both, (n, A, B).
+        """Update the momenta with the gradients, and return the Nesterov momenta, (n, A, B).
 
-        With sharded matrices A counts this process's rows. The result has the dtype `products`.
+        A Nesterov momentum is a weighted mean of the new momentum and the gradient. If the matrices
+        are sharded, A is the number of this process's rows. The result has the dtype `products`.
         """
         stored = [local_tensor(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
         gradients = torch.stack([local_tensor(m.grad) for m in matrices if m.grad is not None])
         momenta = torch.stack(stored).float()
-        # Separate operations round once each. lerp rounds once or twice, depending on an element's
-        # place in a CPU's vector; in a shard elements have other places.
+        # Do not use lerp. It rounds once or twice, depending on an element's place in a vector
+        # register of the CPU. In a shard an element has another place. The separate operations
+        # below round once each.
         change = momenta - gradients
         momenta -= self.unless_skipped(change.mul_(1 - MOMENTUM))
         for moment, momentum in zip(stored, momenta, strict=True):
@@ -173,16 +184,18 @@ class LeanOptimizer(torch.optim.Optimizer):
         return nesterov.to(self.products)
 
     def unless_skipped(self, change: Tensor) -> Tensor:
-        """Return `change`, or zeros if this step is skipped. The device decides: Python does not
-        wait for it."""
+        """Return `change`, or zeros if this step is skipped.
+
+        The device reads `found_inf` and decides, so Python does not wait for the device.
+        """
         return change if self.found_inf is None else change.masked_fill_(self.found_inf.bool(), 0)
 
 
 def orthogonalize_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """Return this process's rows of `orthogonalize`, from its rows of the matrices (n, A, B).
+    """Return this process's rows of the orthogonalized matrices (n, A, B).
 
-    `like`: one of the parameters (A, B), which may be sharded. Then all processes gather the full
-    matrices first.
+    `rows`: this process's rows of the matrices. `like`: one of the parameters (A, B). If `like` is
+    sharded, all processes first gather the full matrices.
     """
     if not is_sharded(like):
         return orthogonalize(rows)
@@ -196,11 +209,14 @@ def orthogonalize_rows(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Return about U V' for each matrix U S V', an update of equal size in every direction of the
-    momentum: (n, A, B) -> (n, A, B).
+    """Return an approximation of U V' for each matrix U S V': (n, A, B) -> (n, A, B).
 
-    Newton-Schulz iterations use matrix products only (Jordan, 2024). torch.optim.Muon does them for
-    one matrix at a time, in bfloat16, which some devices emulate.
+    U S V' is the singular value decomposition of a momentum matrix. As an update, U V' has the same
+    size in every direction of the momentum.
+
+    The approximation comes from Newton-Schulz iterations, which use matrix products only (Jordan,
+    2024). torch.optim.Muon also does these iterations, but for one matrix at a time, and in
+    bfloat16, which some devices only emulate.
     """
     a, b, c = NS_COEFFICIENTS
     x = matrices if matrices.size(1) <= matrices.size(2) else matrices.mT  # now A <= B
@@ -219,9 +235,9 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 def product_of_factors(square: Tensor) -> Tensor:
     """Return the matrices (n, A, A) by which all iterations together multiply x (n, A, B).
 
-    `square`: x x' (n, A, A). If B > A, this takes fewer FLOPs than one iteration after the other.
-    But the eigenvalues of x x' are squares, and bfloat16 and TF32 have too few digits for their
-    range.
+    `square`: x x' (n, A, A). If B > A, the product of all factors takes fewer FLOPs than one
+    iteration on x after the other. But the eigenvalues of x x' are the squares of x's singular
+    values. bfloat16 and TF32 have too few digits for the range of these squares.
     """
     a, b, c = NS_COEFFICIENTS
     total = None
@@ -237,19 +253,22 @@ def product_of_factors(square: Tensor) -> Tensor:
 
 def to_padded_float32(piece: Tensor, lanes: int) -> Tensor:
     """Return a float32 copy of the 1-D `piece`, padded with zeros to a multiple of `lanes`
-    elements. If it is in float32 and needs no padding, return `piece` itself.
+    elements. If `piece` is in float32 and needs no padding, return `piece` itself.
 
-    On a CPU the kernel computes elements that do not fill a vector with other instructions, which
-    round differently; and a shard has other such elements. A GPU's kernel has no such elements, and
-    each copy would be one more launch: `lanes` is 1 there.
+    On a CPU the kernel computes the last elements, which do not fill a vector register, with other
+    instructions. These instructions round differently. In a shard other elements are the last ones,
+    so without padding a shard's results would differ. A GPU's kernel has no such elements, and each
+    copy would cost one more kernel launch. So `lanes` is 1 on a GPU.
     """
     copy, missing = piece.float(), -piece.numel() % lanes
     return F.pad(copy, (0, missing)) if missing else copy
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a DTensor, without the import of DTensor, which takes half a
-    second."""
+    """Return whether `tensor` is a DTensor.
+
+    This function does not import DTensor, because that import takes half a second.
+    """
     return hasattr(tensor, "to_local")
 
 
@@ -272,22 +291,23 @@ def first_state(
 
 
 def optimizer_name(args: argparse.Namespace) -> str:
-    """Return the name of the optimizer for the user."""
+    """Return the name of the optimizer, in words for the user."""
     return {"adamw": "AdamW", "muon": "Muon and AdamW"}[args.optimizer]
 
 
 def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Tensor:
-    """Do one step of the optimizer. If the gradients' norm () is not finite, change nothing, to the
-    bit.
+    """Do one step of the optimizer, but change no bit if `grad_norm` () is not finite.
 
-    The fused kernel itself reads a number on the device, `found_inf`: at 1 it leaves weights,
-    moments and step count unchanged, and so does LeanOptimizer's Muon. `found_inf` was made for
-    GradScaler.step, which would set it by the gradients; but their norm can overflow although each
-    gradient is finite.
+    `grad_norm` is the norm of all gradients. Return it; on MPS return it as a tensor on the CPU.
 
-    MPS's kernel ignored `found_inf` before pytorch#186360 (June 2026). On MPS Python decides, and
-    has to wait for the device. Return the norm, on MPS as a tensor on the CPU, which needs no
-    second wait.
+    The fused kernel reads the number `found_inf` on the device. If `found_inf` is 1, the kernel
+    leaves weights, moments and step count unchanged. LeanOptimizer's Muon does so, too. torch has
+    `found_inf` for GradScaler.step, which sets it to 1 if a gradient is not finite. Here the norm
+    decides, because the norm can overflow although each gradient is finite.
+
+    On MPS Python decides, because MPS's kernel ignored `found_inf` before pytorch#186360 (June
+    2026). So Python has to wait for the norm. The returned norm is on the CPU, so that the caller
+    need not wait a second time.
     """
     if grad_norm.device.type != "mps":
         optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
@@ -301,22 +321,23 @@ def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Ten
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, saved: dict[str, Any], local_shard: LocalShard
 ) -> None:
-    """Copy the moments of a `state_dict` into this optimizer, in its own dtype.
+    """Copy the moments of a saved state dict into `optimizer`, in the optimizer's own dtype.
 
-    The moments are the snapshot's; the settings (weight decay, fused or not) are this run's.
-    load_state_dict would also load the settings, and round all state to the dtype of the weights.
+    The moments come from the snapshot. The settings (weight decay, fused or not) stay those of this
+    run. torch's load_state_dict would also load the settings, and would round all state to the
+    dtype of the weights.
 
     Args:
-        saved: `state_dict` of an optimizer, with full tensors.
+        saved: state dict of an optimizer, with full tensors.
         local_shard: function (full tensor, parameter) -> this process's rows of the tensor.
     Raises:
-        ValueError, KeyError: the state is of another model or optimizer.
+        ValueError, KeyError: the state dict is that of another model or optimizer.
     """
     dtype = getattr(optimizer, "moments", torch.float32)
     param_ids = [group["params"] for group in saved["param_groups"]]
     if param_ids != [group["params"] for group in optimizer.state_dict()["param_groups"]]:
         raise ValueError("other groups of parameters")
-    if not saved["state"]:  # every step was skipped before it reached the optimizer
+    if not saved["state"]:  # all updates so far were skipped, so there are no moments
         return
     parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     for param_id, (parameter, group) in zip(sum(param_ids, []), parameters, strict=True):

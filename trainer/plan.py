@@ -1,9 +1,9 @@
-"""Memory planning for a run and for the tools: the policy that `auto` takes, the predicted peak,
-and a change that would fit.
+"""Plan memory for a run and for the tools: choose the policy of `auto`, predict the peak, and find
+a change of flags that would fit.
 
-planner/ predicts the memory and the time of a step and finds the cheapest recompute policy. This
-file asks the planner with the flags of a command line (`PlanRequest`), finds what to change when
-nothing fits (`FlagChange`), and writes the sentences for the user.
+planner/ predicts the memory and the time of a step, and finds the fastest recompute policy. This
+file calls the planner for the flags of a command line (`PlanRequest`). If nothing fits, it finds
+flags to change (`FlagChange`). It also writes the texts for the user.
 """
 
 import argparse
@@ -57,11 +57,11 @@ OTHER_TRAINING = (
     "what changes the training: a smaller --batch-size, a shorter --seq-len, --moments-dtype "
     "bfloat16, --optimizer muon, a smaller model (--d-model, --n-layers, --vocab-size)"
 )
-# After a restart the next peak is at most this share of the one that was too much: a restart costs
-# much time, so the first try should succeed.
+# After a restart the predicted peak is at most this share of the peak that did not fit. A restart
+# takes long, so the first policy after it should fit.
 RESTART_PEAK_FRACTION = 0.75
 
-# What a change costs, in the words that a user reads.
+# The costs of changes, in words for the user.
 SLOWER = "same results, some more time"
 UNCHUNKED = "never holds all logits, at about the same speed"
 SAME, MOVED = "the same sequences", "what backward needs waits in CPU memory"
@@ -70,25 +70,25 @@ SAME, MOVED = "the same sequences", "what backward needs waits in CPU memory"
 
 
 class FlagChange(NamedTuple):
-    """Flags to change together, and the cost of the change."""
+    """Flags that are changed together, and the cost of this change."""
 
     flags: dict[str, Any]  # name in args -> new value
     cost: str  # in words
 
     @property
     def command(self) -> str:
-        """Return the flags as typed: "--batch-size 3 --grad-accum-steps 4"."""
+        """Return the flags as a user types them: "--batch-size 3 --grad-accum-steps 4"."""
         return " ".join(to_argv(self.flags))
 
 
 def suggest_change(
     args: Flags, device_type: str, policy: str, smaller_step: StepMemory | None
 ) -> str:
-    """Return the first change that could help a run that ran out of memory: "FLAGS (COST)".
+    """Return, as text "FLAGS (COST)", the first change that could help after memory ran out.
 
-    `policy`: the recompute policy in use, which may need less than the one in `args`.
-    `smaller_step`: a step with the next policy that is predicted to need less memory; None: no such
-    policy. If no flag change is left that keeps the training the same, the text is OTHER_TRAINING.
+    `policy`: the recompute policy in use, which may need less memory than the policy in `args`.
+    `smaller_step`: a step with the next policy, which is predicted to need less memory; None: there
+    is no such policy. If no change keeps the training the same, the text is OTHER_TRAINING.
     """
     in_use = {POLICY: policy} if policy != args.use_activation_checkpoint else {}
     first, *others = changes_with_same_training(with_flags(args, **in_use), device_type)
@@ -107,9 +107,10 @@ def settings(args: Flags) -> str:
 
 
 def smaller_batches(args: Flags) -> list[dict[str, int]]:
-    """Return flags that split a step's sequences into smaller micro-batches, the largest first.
+    """Return a list of flags that split the sequences of a step into smaller micro-batches.
 
-    Each entry divides --batch-size by n and multiplies --grad-accum-steps by n.
+    Each entry divides --batch-size by n and multiplies --grad-accum-steps by n. The entry with the
+    largest micro-batch comes first.
     """
     size, steps = args.batch_size, args.grad_accum_steps
     divisors = (n for n in range(2, size + 1) if size % n == 0)
@@ -117,10 +118,10 @@ def smaller_batches(args: Flags) -> list[dict[str, int]]:
 
 
 def changes_with_same_training(args: Flags, device_type: str) -> Iterator[FlagChange]:
-    """Yield changes that leave the training as it is, the cheapest first.
+    """Yield changes that keep the training the same, the cheapest first.
 
-    Each of them is combined with the best policy. The first one may have no flags: it stands for
-    another policy alone.
+    A caller combines each change with the best recompute policy for it. The first change may have
+    no flags. Then the caller changes the policy alone.
     """
     chunked_loss = {"loss_chunks": 0} if args.loss_chunks == 1 else {}
     yield FlagChange(chunked_loss, UNCHUNKED if chunked_loss else SLOWER)
@@ -145,14 +146,15 @@ def make_planner(
     shards: int = 1,
     sharing: int = 1,
 ) -> Planner:
-    """Return the planner of the run that the flags describe; `device` need not exist here.
+    """Return the planner of the run that the flags describe.
 
     Args:
+        device: the device of the run, which need not exist on this machine.
         ddp: gradients are averaged by DDP (train_ddp.py).
-        shards: processes that hold one model between them (train_fsdp.py).
-        sharing: processes that share each sequence (train_sp.py).
+        shards: number of processes that shard one model (train_fsdp.py).
+        sharing: number of processes that share each sequence (train_sp.py).
     Raises:
-        UsageError: as `check_gather_dtype`.
+        UsageError: `check_gather_dtype` refuses the flags.
     """
     if shards > 1:
         check_gather_dtype(args, precision)
@@ -174,26 +176,26 @@ def make_planner(
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Flags, device and memory budget to plan a step for: its memory, its time, and what fits."""
+    """Flags, device and memory budget of a planned run: its memory, its time, and what fits."""
 
     args: argparse.Namespace
     vocab_size: int
     device: torch.device  # need not exist on this machine
     precision: torch.dtype
     memory_budget: MemoryBudget = MemoryBudget(None, "cpu")
-    # The card whose predicted time ranks the policies; None: the fewest replayed FLOPs rank first.
+    # Policies are ranked by their predicted time on this card. None: by their recomputed FLOPs.
     card: Card | None = None
     ddp: bool = False
-    processes: int = 1  # all of the run; with `ddp` each holds the whole model
-    shard_degree: int = 1  # processes that hold one model between them
-    sp_degree: int = 1  # processes that share each sequence
+    processes: int = 1  # number of all processes; with `ddp` each has the whole model
+    shard_degree: int = 1  # number of processes that shard one model
+    sp_degree: int = 1  # number of processes that share each sequence
     on_simulate: Callable[[], object] = lambda: None  # called before each simulated step
     planner_cache: dict[tuple, Any] = field(
         default_factory=dict
-    )  # planners and batches; copies share it
+    )  # planners and largest batches; copies of the request share this cache
 
     def with_args(self, args: argparse.Namespace) -> "PlanRequest":
-        """Return a copy with other flags; the copy shares the cache."""
+        """Return a copy of this request with other flags. The copy shares the cache."""
         return replace(self, args=args)
 
     @property
@@ -202,8 +204,8 @@ class PlanRequest:
 
     @property
     def planner(self) -> Planner:
-        """Return the planner of these flags. Flags that differ only in batch size and recompute
-        share one planner."""
+        """Return the planner of these flags. Requests that differ only in batch size and recompute
+        policy share one planner."""
         args, config = self.args, self.config
         optimizer = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1, args.gather_dtype
         layout = self.ddp, self.shard_degree, self.sp_degree
@@ -216,15 +218,14 @@ class PlanRequest:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of weights, gradients and moments in one process; by formula, without
-        simulation."""
+        """Bytes of weights, gradients and moments in one process, by a formula."""
         args, moments = self.args, getattr(torch, self.args.moments_dtype)
         unsharded = state_bytes(self.config, args.optimizer, moments)
         return state_bytes_per_rank(unsharded, self.config, self.shard_degree)
 
     @property
     def step(self) -> StepMemory:
-        """Simulate a step with these flags and return it; for `auto`, with `full`."""
+        """Simulate a step with these flags and return it. With `auto` its policy is `full`."""
         return self.planner.step(self.args.batch_size, recompute=self.config.recompute)
 
     @property
@@ -238,7 +239,7 @@ class PlanRequest:
 
     @property
     def largest_batch(self) -> int:
-        """Sequences of the largest micro-batch that fits; 0: one sequence does not fit."""
+        """Number of sequences in the largest micro-batch that fits; 0: not even one fits."""
         if self.state_bytes >= self.usable_bytes:  # no simulation needed
             return 0
         planner, recompute = self.planner, self.config.recompute
@@ -257,16 +258,16 @@ class PlanRequest:
         return self.args.batch_size <= self.largest_batch
 
     def pick_recompute(self) -> StepMemory:
-        """Return a step with the fastest policy that fits. If none fits: with the policy of the
-        smallest peak."""
+        """Return a step with the fastest policy that fits. If no policy fits, return a step with
+        the policy that has the smallest peak."""
         return pick_recompute(self.planner, self.args.batch_size, self.usable_bytes, self.card)
 
     def pick_fitting(self) -> StepMemory | None:
-        """Return a step with the fastest policy that fits; None if the policies with the smallest
-        peaks, `full` and nested groups, do not fit.
+        """Return a step with the fastest policy that fits, or None if no policy fits.
 
-        With offload only the policy of the flags is tried, because no card's prediction covers the
-        time of the copies.
+        No policy fits if `full` and nested groups do not fit, because these have the smallest
+        peaks. If the policy of the flags has offload, only this policy is tried, because a
+        predicted time does not include offload's copies.
         """
         if recompute_plan_of(self.args).offload:
             return self.step if self.fits else None
@@ -278,16 +279,16 @@ class PlanRequest:
         return self.pick_recompute() if any(request.fits for request in requests) else None
 
     def describe_smaller_batches(self, step: StepMemory) -> str:
-        """Name the largest smaller micro-batch in which the same sequences fit without recompute.
+        """Return text on the largest smaller micro-batch with which a step fits without recompute.
 
-        The text compares with `step`: "4 x 4 sequences with none: 5 % faster (...)". Without a card
-        it says only that they fit. Return "" if no micro-batch fits, or if the one that fits is not
-        faster.
+        The text compares this micro-batch with `step`: "4 x 4 sequences with none: 5 % faster
+        (...)". Without a card the text says only that the same sequences fit. Return "" if no
+        smaller micro-batch fits, or if it is not faster.
         """
         replays_products = recompute_cost(step.config, step.seq_len)[0] > 0
         if step.config.recompute == "none" or not (self.card or replays_products):
-            # Without a card no time is known. If no matrix product is replayed, the smaller
-            # products may cost more time than `none` saves.
+            # Without a card no time is known. If `step` recomputes no matrix product, `none` saves
+            # little time, and the smaller matrix products may cost more.
             return ""
         for batch in smaller_batches(self.args):
             flags = {POLICY: "none"} | batch
@@ -301,10 +302,11 @@ class PlanRequest:
         return ""
 
     def fitting_change(self) -> tuple[str, FlagChange | None]:
-        """Return the least change that makes a step fit and keeps the training the same, with the
-        fastest policy that then fits: its text, and its flags.
+        """Return the cheapest change that makes a step fit and keeps the training the same.
 
-        If no such change exists, the flags are None and the text says what else to try.
+        The result is (text for the user, change). The change has the fastest policy that fits with
+        its other flags. If no such change exists, the change is None, and the text says which other
+        changes to try.
         """
         reason = ""
         if self.state_bytes >= self.usable_bytes:
@@ -327,14 +329,14 @@ class PlanRequest:
 
     @property
     def replicas(self) -> int:
-        """Micro-batches that run at the same time, on all processes."""
+        """Number of micro-batches that run at the same time, on all processes together."""
         return self.processes // self.sp_degree
 
     def seconds(self, step: StepMemory) -> float:
         """Return the predicted seconds of a training step: all its micro-batches and one update.
 
         `step`: one micro-batch and the update of the weights, as the planner simulates them. The
-        time to gather shards is not included.
+        result does not include the time to gather shards.
         """
         assert self.card
         micro_batch, micro_batches = step.seconds(self.card), self.args.grad_accum_steps
@@ -356,22 +358,22 @@ def make_request(
     sharded: bool = False,
     sequence_parallel: bool = False,
 ) -> PlanRequest:
-    """Return the request of a tool that plans for a device that need not exist on this machine.
+    """Return the request of a tool. The planned device need not exist on this machine.
 
-    A card of the table counts with all of its memory: a device that is not here cannot report its
-    free memory.
+    For a card of CARDS the budget is the card's whole memory, because a device that is not on this
+    machine cannot report its free memory.
 
     Args:
-        processes: number of processes on one machine, of train_ddp.py by default; None:
-            train_minimal.py.
+        processes: number of processes on one machine, which run train_ddp.py by default; None: one
+            process runs train_minimal.py.
         sharded: the processes run train_fsdp.py.
-        sequence_parallel: with `sharded`, the processes share each sequence: train_sp.py.
+        sequence_parallel: the processes run train_sp.py; `sharded` must be True, too.
     Raises:
         UsageError: flags that contradict each other or this machine.
         DataError: the tokenizer cannot be loaded.
     """
     n, kind, budget = processes or 1, args.device, args.memory_budget
-    native: bool | None = None  # the device computes in bfloat16; None: ask it
+    native: bool | None = None  # the device has bfloat16; None: ask the device
     if args.card not in (None, THIS_MACHINE):
         named_card = CARDS[args.card]
         kind, budget = device_type(named_card), budget or named_card.memory
@@ -403,9 +405,10 @@ def make_request(
 
 
 def vocab_size_of(args: argparse.Namespace) -> int:
-    """Return the number of ids of the tokenizer that the run would have, without reading its data.
+    """Return the vocabulary size that the run would have, without reading the run's data.
 
-    With --init-from call `open_init_from` first: it checks those files. Raises DataError.
+    With --init-from call `open_init_from` first, which checks the files of the weights. Raises
+    DataError if the tokenizer cannot be loaded.
     """
     if args.init_from is not None:
         return vocabulary_of(args.init_from)
@@ -413,7 +416,7 @@ def vocab_size_of(args: argparse.Namespace) -> int:
         return args.vocab_size or 256
     name = args.tokenizer_name or ("gpt2" if args.train_data else "bpe")
     if name == "bpe":
-        return args.vocab_size or 1024  # a short text yields fewer
+        return args.vocab_size or 1024  # with a short text the tokenizer has fewer ids
     return 50257 if name == "gpt2" else load_tokenizer(name).vocab_size
 
 
@@ -421,22 +424,22 @@ def vocab_size_of(args: argparse.Namespace) -> int:
 
 
 class MemoryPlan(NamedTuple):
-    """Policy, predicted memory and fallback of a run."""
+    """Policy and predicted memory of a run, and a function that finds the next policy."""
 
-    config: MiniGPTConfig  # with the policy that `auto` takes
-    words: str  # for the user
-    # Peak bytes of a step as planned, and without recompute; None: the prediction failed.
+    config: MiniGPTConfig  # with the policy that `auto` has chosen
+    words: str  # text for the user
+    # Peak bytes of the planned step, and of a step without recompute; None: the prediction failed.
     peaks: tuple[int, int] | None
     next_smaller_step: Callable[
         ..., StepMemory | None
-    ]  # `next_smaller_step` for this run's request
+    ]  # the function `next_smaller_step` below, for this run's request
 
 
 class PredictedOutOfMemory(MemoryError):
     """Error for a step that is predicted to take more memory than the device has in total.
 
-    The message is one line and says what would fit. The error comes before memory runs out: on a
-    CPU the system would then end the process without a message.
+    The message is one line and names a change that would fit. The error is raised before memory
+    runs out, because on a CPU the system would then end the process without a message.
     """
 
 
@@ -450,16 +453,16 @@ def plan_memory(
     """Choose the policy of `auto`, and predict the memory that a step will need.
 
     Args:
-        config: the model; `auto` stands in it as `full`.
+        config: the config of the model. With --use-activation-checkpoint auto its policy is `full`.
         precision: the dtype of the model's matmuls.
-        held: bytes of CPU memory that a loaded snapshot holds now, and later frees or passes to the
-            optimizer.
+        held: bytes of CPU memory that a loaded snapshot takes now. Later this memory is freed, or
+            passed to the optimizer.
     Raises:
-        UsageError: `auto` finds nothing that fits.
+        UsageError: with `auto`, if no policy fits.
         PredictedOutOfMemory: the step needs more than the device has in total.
     """
-    # All processes rank policies by rank 0's card. Where all need the same policy, all plan for the
-    # smallest budget of any process.
+    # All processes rank policies by the card of rank 0. If all processes must have the same policy,
+    # the plan is for the smallest of their budgets.
     card = process.all_gather_object(
         process.run_on_rank0(lambda: choose_card(args, process.device))
     )[0]
@@ -490,7 +493,8 @@ def plan_on_this_rank(
 ) -> tuple[MiniGPTConfig, str, tuple[int, int] | None]:
     """Return this process's part of `plan_memory`: config, text for the user, and peaks in bytes.
 
-    Rank 0 runs this for all processes, unless each of them chooses its own policy (`auto`).
+    If each process chooses its own policy (`auto`), each process runs this function. Otherwise rank
+    0 runs it for all processes.
     """
     words, card = "", request.card
     if request.args.use_activation_checkpoint == AUTO:
@@ -509,13 +513,13 @@ def plan_on_this_rank(
 
 
 def config_after_restart(request: PlanRequest, config: MiniGPTConfig, failed: str) -> MiniGPTConfig:
-    """Return the config of a run that torchrun starts again because memory ran out with the policy
-    `failed`. If no policy needs less, or planning fails, keep `failed`."""
+    """Return the config for a run that torchrun has started again, after memory ran out with the
+    policy `failed`. If no policy needs less memory, or planning fails, keep `failed`."""
     policy, step = failed, partial(request.planner.step, request.args.batch_size)
     with suppress(Exception):
         if smaller := next_smaller_step(request, failed, share=RESTART_PEAK_FRACTION):
             policy = smaller.config.recompute
-        # The policy of `config` (`auto` has chosen it) may need even less.
+        # `auto` may have chosen a policy that needs even less memory: the policy of `config`.
         policy = min(policy, config.recompute, key=lambda name: step(recompute=name).peak)
     return replace(config, recompute=policy)
 
@@ -523,16 +527,17 @@ def config_after_restart(request: PlanRequest, config: MiniGPTConfig, failed: st
 def next_smaller_step(
     request: PlanRequest, policy: str, seen: int | None = None, share: float = 1.0
 ) -> StepMemory | None:
-    """Return a step with a policy that is predicted to need less than `policy`, with which memory
-    ran out; None if no policy needs less.
+    """Return a step whose policy is predicted to need less memory than `policy`, which did not fit.
 
-    It is the fastest policy whose peak stays within `share` of the failed peak, less the usual
-    margin. If no policy stays within that, it is the one with the smallest peak. If that peak is
-    not smaller than the failed one, full+offload is tried, on CUDA only: saved tensors then wait in
-    CPU memory.
+    The limit is the peak of `policy` times `share`, less the usual margin. The result has the
+    fastest policy whose peak is within this limit. If there is none, it has the policy with the
+    smallest peak. If this peak is not smaller than the peak of `policy`, the result has
+    full+offload (only on CUDA), with which saved tensors wait in CPU memory. If no policy needs
+    less memory than `policy`, return None.
 
-    `seen`: bytes that `policy` really took, if they were counted. Raises what planning raises: fake
-    tensors may not work with the model, or memory may be too short for planning.
+    `seen`: bytes that `policy` really took, if they were counted; the limit uses `seen` if it is
+    smaller than the predicted peak. Raises all errors of planning: fake tensors may not work with
+    the model, or memory may be too short for planning.
     """
     planner, batch_size, kind = request.planner, request.args.batch_size, request.device.type
     failed = planner.step(batch_size, recompute=policy).peak
@@ -544,8 +549,8 @@ def next_smaller_step(
 
 
 def choose_recompute(request: PlanRequest) -> StepMemory:
-    """Return a step with the policy that `auto` takes. If nothing fits, raise UsageError, which
-    says what would fit."""
+    """Return a step with the policy that `auto` chooses. Raises UsageError if no policy fits; its
+    message names a change that would fit."""
     if request.memory_budget.limit_bytes is None:
         raise UsageError("--memory-budget: this system does not tell what is free")
     budget, smallest = request.memory_budget, f"above {format_bytes(request.state_bytes)}"
@@ -564,8 +569,11 @@ def choose_recompute(request: PlanRequest) -> StepMemory:
 def predict_peak(
     request: PlanRequest, process: OneProcess, config: MiniGPTConfig
 ) -> tuple[str, tuple[int, int] | None]:
-    """Return what a step will need: text with warnings, and the peaks in bytes with this policy and
-    with none. If the prediction fails, the peaks are None. Raises PredictedOutOfMemory."""
+    """Return (text with warnings, peaks): the memory that a step is predicted to need.
+
+    The peaks are two numbers of bytes: with the policy of `config`, and with `none`. They are None
+    if the prediction fails. Raises PredictedOutOfMemory.
+    """
     try:
         check_memory(request, process, request.state_bytes)  # needs no simulation
         step, plain = (
@@ -590,18 +598,18 @@ def predict_peak(
 
 def code_line_of(error: Exception) -> str:
     """Return the innermost line of this project in the error's traceback, as "FILE:LINE"."""
-    lines = [  # (`__torch_dispatch__`: the planner's OpRecorder, which wraps every operator)
+    lines = [  # (leave out the planner's OpRecorder: its `__torch_dispatch__` wraps all operators)
         f"{frame.filename[len(ROOT) + 1 :]}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename.startswith(ROOT + os.sep)
-        and not frame.filename.startswith(torch.__path__[0])  # a virtual environment in ROOT
+        and not frame.filename.startswith(torch.__path__[0])  # torch may be inside ROOT
         and frame.name != "__torch_dispatch__"
     ]
     return lines[-1] if lines else "an unknown line"
 
 
 def describe_plan(step: StepMemory, plain: StepMemory) -> str:
-    """Return the predicted memory of the planned step, next to that without recompute, as text."""
+    """Return text on the predicted memory of the planned step, and of one without recompute."""
     steps = {"without recompute": plain}
     if step.config.recompute != "none":
         steps = {step.config.recompute: step} | steps
@@ -613,8 +621,8 @@ def describe_plan(step: StepMemory, plain: StepMemory) -> str:
 
 
 def check_memory(request: PlanRequest, process: OneProcess, needed: int) -> str:
-    """Return a warning line if `needed` bytes are more than tensors may take, else "". Raises
-    PredictedOutOfMemory if they are more than the device has in total."""
+    """Return a warning if `needed` bytes are more than tensors may take, else "". Raises
+    PredictedOutOfMemory if `needed` bytes are more than the device has in total."""
     budget, processes = request.memory_budget, process.processes_on_device
     if budget.usable_bytes is None:
         return ""
