@@ -1,19 +1,19 @@
-"""Support the loop of train_minimal.py; to understand training you do not need these files.
+"""Support the training loop of train_minimal.py. You can understand training without these files.
 
-run.py         the state of a run; repeating a step when memory runs out
-bootstrap.py   preparations before `import torch`
-flags.py       the command line
+run.py         hold the state of a run; repeat a step when memory runs out
+bootstrap.py   prepare a process before `import torch`
+flags.py       define the command line
 setup.py       set up a run, the same in all processes; check the policies against model.py
 resume.py      continue a run from a snapshot
 snapshot.py    read and write snapshots; keep the files of different runs apart
-pretrained.py  start from trained weights, also from a GPT-2 of transformers
-device.py      choose device and precision; the memory of a device
-optimizer.py   optimizers, and which parameters each of them updates
-plan.py        predict the memory of a run; suggest a change when it does not fit
-process.py     everything that depends on the number of processes, for one process
-torchrun.py    connect several processes, and end them together
-shutdown.py    signals, errors, exit codes
-clocks.py      seconds by phase, peak memory of a step, --profile
-metrics.py     measurements, metrics.jsonl, --log-to
-report.py      printed lines
+pretrained.py  load trained weights, from a snapshot or from a GPT-2 of transformers
+device.py      choose device and precision; find out how much memory a process may use
+optimizer.py   make the optimizers; decide which parameters each optimizer updates
+plan.py        predict the memory of a step; suggest a change when the step does not fit
+process.py     do everything that depends on the number of processes, for one process
+torchrun.py    connect the processes that torchrun started, and end them together
+shutdown.py    handle signals and errors; choose the exit code
+clocks.py      measure the seconds of each phase and the peak memory of a step; --profile
+metrics.py     compute perplexity and peak memory; write metrics.jsonl and the log of --log-to
+report.py      write the lines that a run prints
 """

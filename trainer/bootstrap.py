@@ -1,38 +1,42 @@
 """Prepare a process before `import torch`; trainers and tools import this file first.
 
-It imports little, and only from the standard library. Until its lines have run, Ctrl-C and SIGUSR1
-do what they do to any Python program, and a process whose torchrun was killed lives on.
+This file imports little, and only from the standard library, because it should run as early as
+possible. Before it has run, Ctrl-C and SIGUSR1 have the effect that they have in every Python
+program, and a process does not end when its torchrun is killed.
 """
 
-# `_signal` is in C. The module `signal` around it takes longer to import than all else here.
+# `_signal` is the part of the module `signal` that is written in C. Importing `signal` itself would
+# take longer than all the rest of this file.
 import _signal as signal  # type: ignore[import-not-found]
 import os
 import sys
 import time
 from io import TextIOWrapper
 
-PROCESS_START = time.perf_counter()  # `import torch` takes a second or two
-ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-FOLDER = os.path.dirname(os.path.realpath(sys.argv[0]))
-# True if a trainer, tool or study was started, by its path or by -m (Python does not know the
-# module's name yet, so any module counts). False if, for example, a test imports this file.
+PROCESS_START = time.perf_counter()  # the time of a run includes `import torch`: 1 to 2 s
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))  # the project's folder
+FOLDER = os.path.dirname(os.path.realpath(sys.argv[0]))  # folder of the script that was started
+# True if Python was started with a trainer, a tool or a study, by path or with -m. (With -m,
+# sys.argv[0] is still "-m" here, because Python does not know the module's path yet. So every
+# module counts.) False if, for example, a test imports this file.
 STARTED = sys.argv[0] == "-m" or (
     sys.argv[0].endswith(".py") and ROOT in (FOLDER, os.path.dirname(FOLDER))
 )
 
 
 def say_stopped(when: str = "") -> None:
-    """Print the one line after Ctrl-C."""
-    # A terminal shows ^C, and the cursor stands behind it: start a new line.
+    """Print "stopped" and `when` (when or why the process stopped) as one line on stderr."""
+    # A terminal shows ^C without a line break behind it. So begin a new line.
     newline = "\n" if sys.stderr.isatty() else ""
     print(f"{newline}stopped {when}".rstrip(), file=sys.stderr, flush=True)
 
 
 def interrupt(number: int, frame: "FrameType | None") -> None:
-    """Handle SIGINT: raise KeyboardInterrupt as usual, but end the process during an import.
+    """Handle SIGINT: raise KeyboardInterrupt, as Python's own handler does. But if the signal comes
+    during an import, end the process with exit code 130.
 
-    Libraries written in C drop exceptions during an import, and fail later because names are
-    missing.
+    Libraries written in C drop an exception that is raised while they import a module. Later these
+    libraries fail, because names of that module are missing.
     """
     while frame is not None:
         if "importlib" in frame.f_code.co_filename:
@@ -43,39 +47,47 @@ def interrupt(number: int, frame: "FrameType | None") -> None:
 
 
 def set_up_stdout() -> None:
-    """Print file names with the bytes that they have on disk, so that printed commands can be
-    pasted. Replace a letter that stdout cannot encode, instead of failing."""
+    """Set how stdout encodes characters that its encoding cannot express.
+
+    If stdout has UTF-8, a file name is printed with exactly the bytes that it has on disk, so that
+    printed commands can be pasted into a shell. With another encoding, stdout prints a replacement
+    character instead of raising an error.
+    """
     if isinstance(sys.stdout, TextIOWrapper):
         utf_8 = sys.stdout.encoding.lower() == "utf-8"
         sys.stdout.reconfigure(errors="surrogateescape" if utf_8 else "replace")
 
 
 if STARTED:
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it
+    # A shell may start a background process with SIGINT ignored. Then SIGINT stays ignored.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
-    if hasattr(signal, "SIGUSR1"):  # it asks for a save; before training there is none to make
+    if hasattr(signal, "SIGUSR1"):  # SIGUSR1 asks for a save, which is possible only in training
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     set_up_stdout()
 
-from types import FrameType  # noqa: E402  # (late: from here on an import can be interrupted)
+from types import FrameType  # noqa: E402  # (imported after `interrupt` is installed)
 
 PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 def end_with_torchrun() -> None:
-    """End this process when torchrun dies, even by `kill -9`; at once if torchrun is already dead.
+    """End this process when its torchrun dies, even if `kill -9` killed torchrun. If torchrun is
+    already dead, end this process at once, with exit code 1.
 
-    Without torchrun this process would be unseen: it could not be stopped or restarted, would keep
-    its GPU and the lock of its snapshots, and would take a rank of the next run on the same port.
-    On Linux the kernel sends SIGKILL when the parent dies. SIGKILL leaves no time to save; a
-    process that tried to save could wait forever for the others. (To save and stop, send SIGTERM to
-    torchrun: it passes SIGTERM on, and leaves 30 seconds for the save.)
+    A process that outlives its torchrun is hard to notice. Nothing stops or restarts it. It keeps
+    its GPU and the lock of its snapshots, and it takes a rank in the next run on the same port.
+
+    On Linux, prctl lets the kernel send SIGKILL to this process when its parent dies. SIGKILL
+    leaves no time to save. A save would not work anyway: it needs all processes, and could wait
+    forever for dead ones. (To save and stop, send SIGTERM to torchrun. torchrun passes SIGTERM on
+    to its processes, and leaves them 30 seconds to save.)
     """
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not torchrun_lives():  # (after prctl, so that no death of torchrun is missed)
+    if not torchrun_lives():  # (after prctl: prctl does not report an earlier death)
         say_stopped("because torchrun, which had started this process, is gone")
         os._exit(1)
 
@@ -83,16 +95,18 @@ def end_with_torchrun() -> None:
 def torchrun_lives() -> bool:
     """Return True if torchrun is among the ancestors of this process: parent, grandparent, etc.
 
-    The parent alone does not tell. It may be a script that torchrun started; torchrun may be
-    process 1 of a container; and an orphan's new parent may be any process that adopts orphans.
+    The id of the parent alone does not decide this. The parent may be a script that torchrun
+    started. Process 1 may be torchrun itself, in a container. And an orphan's new parent may be any
+    process that adopts orphans, not only process 1.
 
-    torchrun names its process "pt_elastic". Another program that starts workers with torchrun's
-    code has at least loaded libtorch. (A process that /proc hides belongs to another user, so it is
-    not this process's torchrun.) Without /proc, as on macOS, an orphan is recognised by its parent,
-    process 1.
+    An ancestor counts as torchrun if its name is "pt_elastic", which is the name that torchrun
+    gives its process. An ancestor that has loaded libtorch counts, too, because another program may
+    start workers with torchrun's code. (If /proc hides a process, the process belongs to another
+    user, so it is not the torchrun of this process.) Without /proc, as on macOS, only a process
+    with parent 1 is an orphan.
     """
     pid = os.getppid()
-    if pid == 0 or not os.path.exists("/proc/self/stat"):  # (0: the parent is outside a container)
+    if pid == 0 or not os.path.exists("/proc/self/stat"):  # (0: parent outside of this container)
         return pid != 1
     while pid:
         name, _, numbers = read_or_none(f"/proc/{pid}/stat").rpartition(")")
@@ -103,7 +117,8 @@ def torchrun_lives() -> bool:
 
 
 def read_or_none(path: str) -> str:
-    """Return the text of a file in /proc; "" if its process has ended or is another user's."""
+    """Return the text of a file in /proc; "" if the process has ended or belongs to another
+    user."""
     try:
         with open(path, errors="replace") as file:
             return file.read()
@@ -114,18 +129,21 @@ def read_or_none(path: str) -> str:
 if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process
     end_with_torchrun()
 
-# Number of turns that an idle OpenMP thread waits for work before it sleeps. By default it is many:
-# on a busy machine idle threads take the cores away from threads with work. The OpenMP library
-# reads the variable when it is loaded.
+# Number of loop iterations for which an idle OpenMP thread waits for work before it sleeps. The
+# default is much larger. On a busy machine, idle threads would then take the cores away from
+# threads with work. The OpenMP library reads this variable when it is loaded, that is during
+# `import torch`.
 SPIN_COUNT = "10000"
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
-# Variables that configure PyTorch's GPU allocator: today's name, then older names. Segments that
-# can grow (`expandable_segments`) leave fewer gaps between tensors of different sizes.
+# Environment variables that configure PyTorch's GPU allocator: the present name, then two older
+# names. With `expandable_segments` the allocator's memory segments can grow. This leaves fewer gaps
+# between tensors of different sizes.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-# Expandable segments work here. On Windows PyTorch warns of them, the drivers of WSL
-# (pytorch#192330) and of Jetsons fail, and AMD's may hang (pytorch#192259).
+# True if expandable segments work on this system. On Windows PyTorch prints a warning about them.
+# On WSL (pytorch#192330) and on Jetsons the driver fails. On AMD GPUs the driver may hang
+# (pytorch#192259).
 HAS_SEGMENTS = (
     sys.platform == "linux"
     and not any(name in os.uname().release for name in ("microsoft", "tegra"))

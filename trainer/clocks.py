@@ -1,8 +1,9 @@
-"""Clocks of a run: the time of each phase of a step, the peak memory of a step, and --profile N.
+"""Measure a run: the seconds of each phase, the peak memory of a step, and --profile N.
 
-The training loop tells its clock which phase begins. A PeakMemoryClock also measures one step early
-in the run, to compare with the prediction. A ProfilingClock also records N steps with
-torch.profiler, in which phases, blocks, replays of blocks and the head are named ranges:
+The training loop tells its clock when a phase of a step begins (StepClock). A PeakMemoryClock also
+measures the peak memory of one early step, to compare it with the prediction. A ProfilingClock also
+records N steps with torch.profiler. The trace has a named range for each phase, each block, each
+recompute of a block, and the head:
 
     step 4     data | forward                 | backward                                | optimizer
                     | block 0 | block 1 | head |  recompute of block 1 | ... of block 0 |
@@ -32,28 +33,34 @@ from .metrics import format_bytes
 from .process import OneProcess
 from .snapshot import SaveError, atomic_write, sibling_path
 
-MEASURED_STEP = 3  # step 1 makes the optimizer's state, step 2 DDP's final buckets
-# Steps before the profiled ones. The profiler already works in the last of them, as its warm-up.
+# Number of the step whose peak memory is measured. It is not an earlier step, because step 1
+# allocates the optimizer's state, and step 2 allocates DDP's final buckets.
+MEASURED_STEP = 3
+# Number of steps before the recorded steps. In the last of the WARM_UP steps the profiler already
+# runs, to warm up, but its results are dropped.
 WARM_UP = 3
-TABLE_ROWS = 10  # of the profiler's table
+TABLE_ROWS = 10  # number of rows in the profiler's table of operators
 
 
 class StepClock:
-    """Seconds by phase, on the host's clock.
+    """Clock that adds up the seconds of each phase, as the CPU sees them.
 
-    `begin_phase(phase)` begins a phase: all time until the next call counts for that phase. Time in
-    `with paused(phase)` (evaluating, saving) is no training time. A GPU works on while Python runs
-    ahead. So on a GPU only the sum of the phases is meaningful, and only because reading the loss
-    waits for the GPU.
+    `begin_phase(phase)` begins a phase: all time until the next call counts for that phase. The
+    time inside `with paused(phase)`, for an evaluation or a save, does not count as training time.
+
+    A GPU runs kernels asynchronously: Python starts a kernel and does not wait for its end. So on a
+    GPU the seconds of a single phase mean little. The sum of all phases is right, because reading
+    the loss waits for the GPU.
     """
 
     TRAINING = ("data", "forward", "backward", "optimizer", "log")
 
     def __init__(self) -> None:
-        self.total: dict[str, float] = defaultdict(float)  # seconds by phase since the run began
+        self.total: dict[str, float] = defaultdict(float)  # seconds of each phase, in total
         self.phase, self.since = "set up", time.perf_counter()
         self.steps = 0
-        self.last_interval = 0, 0.0  # steps and training seconds at the last `end_interval`
+        # Steps and training seconds at the last call of `end_interval`.
+        self.last_interval = 0, 0.0
 
     def __enter__(self) -> "StepClock":
         """Begin training."""
@@ -63,19 +70,19 @@ class StepClock:
         self.begin_phase("end")
 
     def begin_phase(self, phase: str) -> None:
-        """End the present phase, and begin another one."""
+        """End the current phase and begin `phase`."""
         self.close_phase()
         self.phase = phase
 
     def close_phase(self) -> None:
-        """Add the time until now to the present phase."""
+        """Add the time since the last call to the current phase."""
         now = time.perf_counter()
         self.total[self.phase] += now - self.since
         self.since = now
 
     @contextmanager
     def paused(self, phase: str) -> Iterator[None]:
-        """Count the time inside for `phase`, then return to the phase before."""
+        """Count the time in the `with` block for `phase`. Then continue the interrupted phase."""
         interrupted = self.phase
         self.begin_phase(phase)
         try:
@@ -84,48 +91,50 @@ class StepClock:
             self.begin_phase(interrupted)
 
     def discard_step(self) -> None:
-        """Forget the measurements of a step that failed and will be done again."""
+        """Discard the measurements of a step that failed and will be repeated. StepClock has no
+        measurements to discard."""
 
     def expect_peak(self, peak: int) -> None:
-        """Set the predicted peak of the steps to come, in bytes."""
+        """Set the predicted peak memory of all later steps, in bytes. StepClock ignores it."""
 
     def end_step(self) -> None:
-        """End a step. The time until the next step's data counts as "log"."""
+        """End a step. The time until the next step begins counts for the phase "log"."""
         self.begin_phase("log")
         self.steps += 1
 
     def end_interval(self) -> float:
-        """Return the mean seconds of a step since the last call, and begin a new interval."""
+        """Return the mean training seconds per step since the last call, and begin a new
+        interval."""
         seconds = self.seconds_per_step()
         self.last_interval = self.steps, self.training_seconds()
         return seconds
 
     def seconds_per_step(self) -> float:
-        """Return the mean seconds of a step since the last `end_interval`."""
+        """Return the mean training seconds per step since the last call of `end_interval`."""
         self.close_phase()
         steps, seconds = self.last_interval
         return max(self.training_seconds() - seconds, 1e-9) / (self.steps - steps)
 
     def training_seconds(self) -> float:
-        """Return the seconds of training so far, always above 0."""
+        """Return the seconds of all training phases so far, at least 1e-9."""
         return max(sum(self.total[phase] for phase in self.TRAINING), 1e-9)
 
     def steps_per_second(self) -> float:
-        """Return the steps per second of training so far."""
+        """Return the mean number of steps per second of training time so far."""
         return self.steps / self.training_seconds()
 
 
 class LiveStorages(TorchDispatchMode):
-    """Count the bytes of all live storages that operators take or return.
+    """Dispatch mode that counts the bytes of all live storages that operators read or return.
 
-    The count is taken after each operator: memory that a kernel allocates and frees inside is not
-    seen.
+    The count is updated after each operator. So memory that one operator both allocates and frees
+    is not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.alive: dict[int, weakref.ref] = {}  # by address of the storage
-        self.now = self.peak = 0  # bytes
+        self.alive: dict[int, weakref.ref] = {}  # key: address of the storage
+        self.now = self.peak = 0  # bytes, at present and at most so far
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -133,21 +142,21 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def look_at(self, *tensors: object) -> None:
-        """Add the storages of all tensors in these arguments, however nested, and update the
-        peak."""
+        """Count the storages of all tensors in `tensors`, at any depth of lists, tuples and dicts.
+        Then update the peak."""
         for leaf in tree_leaves(tensors):
             if isinstance(leaf, Tensor):
                 self.add(leaf.untyped_storage())
         self.peak = max(self.peak, self.now)
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage until it is freed; a storage that is counted already is skipped."""
+        """Count a storage until it is freed. Skip a storage that is already counted."""
         address, size = storage._cdata, storage.nbytes()
         if address in self.alive:
-            return  # a view, or the result of an in-place operator
+            return  # the tensor is a view, or the result of an in-place operator
 
         def on_free(_: weakref.ref) -> None:
-            del self.alive[address]  # another storage may get this address
+            del self.alive[address]  # a later storage may get the same address
             self.now -= size
 
         self.alive[address] = weakref.ref(storage, on_free)
@@ -158,7 +167,8 @@ class PeakMemoryClock(StepClock):
     """Clock that measures the peak memory of step MEASURED_STEP and prints it next to the
     prediction.
 
-    A GPU's peak comes from torch's allocator. On a CPU LiveStorages counts tensors.
+    On a GPU the peak comes from torch's allocator, on a CPU from LiveStorages. On other devices
+    nothing is measured.
     """
 
     def __init__(
@@ -168,8 +178,11 @@ class PeakMemoryClock(StepClock):
         optimizer: torch.optim.Optimizer,
         predicted: tuple[int, int] | None,
     ):
-        """Set up the clock; it measures nothing yet. `predicted`: peak bytes of a step, and of a
-        step without recompute; None: unknown, and nothing is printed."""
+        """Make the clock. It measures nothing before step MEASURED_STEP.
+
+        `predicted`: peak bytes of a step, and of a step without recompute. None: both are unknown,
+        and the clock prints nothing.
+        """
         super().__init__()
         self.process, self.model, self.optimizer = process, model, optimizer
         self.predicted, self.storages = predicted, LiveStorages()
@@ -178,8 +191,8 @@ class PeakMemoryClock(StepClock):
     def begin_phase(self, phase: str) -> None:
         super().begin_phase(phase)
         measure = phase == "forward" and self.steps == MEASURED_STEP - 1 and not self.storages.peak
-        # A TorchDispatchMode makes compiled blocks run eagerly, and it does not see how shards are
-        # gathered: neither is measured.
+        # Do not measure compiled blocks: a TorchDispatchMode would make them run eagerly. Do not
+        # measure a sharded model: the mode does not see how shards are gathered.
         on_cpu, unsharded = self.process.device.type == "cpu", self.process.shard_degree == 1
         if measure and self.predicted and on_cpu and unsharded and not is_compiled(self.model):
             weights = [*self.model.parameters()]
@@ -201,7 +214,8 @@ class PeakMemoryClock(StepClock):
             return
         peak, device = self.storages.peak, self.process.device
         if device.type == "cuda":
-            # Requested bytes: the allocator rounds its blocks up, which adds some percent.
+            # Use the bytes that tensors requested. The allocated bytes are some percent more,
+            # because the allocator rounds up the size of each tensor.
             peak = torch.cuda.memory_stats(device).get("requested_bytes.all.peak", 0)
         if peak:
             step, plain = map(format_bytes, self.predicted)
@@ -211,24 +225,26 @@ class PeakMemoryClock(StepClock):
             )
 
     def __exit__(self, *exception: object) -> None:
-        self.looking.close()  # still open if the measured step failed
+        self.looking.close()  # still active if the measured step failed
         super().__exit__(*exception)
 
 
 class ProfilingClock(PeakMemoryClock):
-    """Clock that records `args.profile` steps after the first WARM_UP, prints torch.profiler's
-    table of them, and writes their trace beside the snapshot.
+    """Clock that records `args.profile` steps with torch.profiler, after the first WARM_UP steps.
 
-    Until training ends, it replaces Block.__call__ and model.head_loss by functions that open a
-    named range and call the original. No number changes.
+    Then it prints the profiler's table of operators, and writes the trace beside the snapshot.
+    Until training ends, Block.__call__ and model.head_loss are replaced by functions that open a
+    named range and call the original function. No result changes.
     """
 
     def __init__(self, args: argparse.Namespace, process: OneProcess, *measured: Any):
         super().__init__(process, *measured)
         self.asked, self.path = args.profile, sibling_path(args.checkpoint_path, ".trace.json")
         self.phase_range, self.model_ranges = ExitStack(), ExitStack()
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise Kineto prints its own lines
-        # acc_events: without it some versions warn of several cycles, though there is only one.
+        # Otherwise Kineto, the library behind torch.profiler, prints lines of its own.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        # acc_events=True: without it some versions of torch warn that they do not keep events
+        # across profiling cycles, although there is only one cycle here.
         self.profiler = profile(
             schedule=schedule(wait=WARM_UP - 1, warmup=1, active=args.profile, repeat=1),
             on_trace_ready=self.report,
@@ -239,7 +255,7 @@ class ProfilingClock(PeakMemoryClock):
         call, indices = Block.__call__, {block: i for i, block in enumerate(self.model.blocks)}
 
         def call_in_range(block: Block, *inputs: Any, **policy: Any) -> Any:
-            # In backward only an activation checkpoint calls a block: to recompute it.
+            # In backward only an activation checkpoint calls a block, in order to recompute it.
             prefix = "recompute of " if self.phase == "backward" else ""
             with record_function(f"{prefix}block {indices.get(block, 'of a plan')}"):
                 return call(block, *inputs, **policy)
@@ -266,14 +282,15 @@ class ProfilingClock(PeakMemoryClock):
         super().__exit__(*exception)
         self.phase_range.close()
         self.model_ranges.close()
-        self.profiler.stop()  # calls `report` if it is recording
+        self.profiler.stop()  # calls `self.report` if the profiler is recording
         if self.steps <= WARM_UP:
             self.process.print0("profile  nothing was recorded: the run ended before")
 
     def report(self, profiler: profile) -> None:
-        """Print the operators that took the most time themselves, and write the trace.
+        """Print a table of the operators with the longest self time, which is their time without
+        the operators that they call. Write the trace to `self.path`.
 
-        On a GPU the time on the GPU counts, and the table lists kernels, too.
+        On a GPU the table is sorted by the self time on the GPU, and it also lists kernels.
         """
         if self.steps <= WARM_UP:  # the run ended before a profiled step was complete
             return
@@ -286,7 +303,8 @@ class ProfilingClock(PeakMemoryClock):
         try:
             with atomic_write(self.path, 0) as temporary:
                 profiler.export_chrome_trace(str(temporary))
-                # export_chrome_trace reports no error when the disk is full.
+                # export_chrome_trace reports no error when the disk is full. So check that the file
+                # has its end.
                 if not temporary.read_bytes().rstrip().endswith(b"}"):
                     raise OSError("not all of it could be written (disk full?)")
         except (SaveError, RuntimeError) as error:
@@ -296,10 +314,11 @@ class ProfilingClock(PeakMemoryClock):
 
 
 def make_clock(args: argparse.Namespace, process: OneProcess, *measured: Any) -> StepClock:
-    """Return the clock of a run: on rank 0 a PeakMemoryClock, with --profile a ProfilingClock; on
-    other ranks a StepClock.
+    """Return the clock of a run: on rank 0 a PeakMemoryClock or, with --profile, a ProfilingClock;
+    on all other ranks a StepClock.
 
-    `measured`: the arguments of PeakMemoryClock after `process`.
+    `measured`: model, optimizer and predicted peaks, which are the arguments of PeakMemoryClock
+    after `process`.
     """
     if process.rank > 0:
         return StepClock()

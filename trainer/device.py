@@ -1,4 +1,4 @@
-"""The device a run computes on, the precision it computes in, and the memory it may take."""
+"""Choose the device and the precision of a run; find out how much memory a process may use."""
 
 import argparse
 import os
@@ -16,19 +16,22 @@ from .flags import UsageError
 from .metrics import format_bytes
 
 GIB = 2**30
-# Control groups, version 2: a container may have less memory than the machine.
+# Path of the memory files of a container's control group (version 2), without the ends "max",
+# "current" and "stat". A container may have less memory than the machine.
 CGROUP = "/sys/fs/cgroup/memory."
 
 
 def is_here(kind: str) -> bool:
-    """Return whether torch finds a device of this type on this machine."""
+    """Return True if torch finds a device of type `kind` ("cpu", "cuda" or "mps") on this
+    machine."""
     if kind == "mps":
         return torch.backends.mps.is_available()
     return kind != "cuda" or torch.cuda.is_available()
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that --device names. Raises UsageError if the machine lacks it."""
+    """Return the device that --device `name` means; for "auto": cuda, else mps, else cpu. Raises
+    UsageError if the machine has no such device."""
     if name == "auto":
         name = next(kind for kind in ("cuda", "mps", "cpu") if is_here(kind))
     if not is_here(name):
@@ -39,13 +42,15 @@ def choose_device(name: str) -> torch.device:
 def choose_precision(
     args: argparse.Namespace, device: torch.device, native: bool | None = None
 ) -> torch.dtype:
-    """Return bfloat16 if the hardware has it, else float16 (CUDA only), else float32.
+    """Return the dtype of autocast. float32 means no autocast.
 
-    bfloat16 has float32's range and needs no loss scaling. But a chip without bfloat16 emulates it:
-    that is slower than float32, on some CPUs a hundred times.
+    Without --no-amp and --amp-dtype, the dtype is bfloat16 if the CPU or the CUDA GPU supports it
+    in hardware, else float16 on CUDA, else float32. bfloat16 has the range of float32, so it needs
+    no loss scaling. But a chip without bfloat16 has to emulate it, which is slower than float32, on
+    some CPUs a hundred times.
 
-    `native`: whether the GPU has bfloat16; None: ask the device. Raises UsageError for float16 on
-    mps.
+    `native`: whether the GPU supports bfloat16 in hardware; None: ask the GPU. Raises UsageError
+    for float16 on mps.
     """
     if args.no_amp:
         return torch.float32
@@ -65,8 +70,9 @@ def choose_precision(
 
 
 def check_gather_dtype(args: argparse.Namespace, precision: torch.dtype) -> None:
-    """Raise UsageError if --gather-dtype bfloat16 cannot work: blocks compute in another precision,
-    or they would add gradients up in bfloat16."""
+    """Raise UsageError if --gather-dtype bfloat16 cannot be used, for one of two reasons: the
+    blocks compute in another precision, or the gradients of MLP chunks would be added up in
+    bfloat16."""
     if args.gather_dtype == "bfloat16" and precision != torch.bfloat16:
         raise UsageError(
             f"--gather-dtype bfloat16: blocks compute in {precision} here; --amp-dtype bfloat16 "
@@ -80,21 +86,23 @@ def check_gather_dtype(args: argparse.Namespace, precision: torch.dtype) -> None
 
 
 def set_matmul_precision(device: torch.device, tf32: bool) -> None:
-    """Set how a GPU's matmuls round: float32 inputs to TF32's 10 bits if `tf32`, and nothing else.
+    """Set how a GPU's matmuls round. If `tf32`, float32 inputs are rounded to TF32, which has 10
+    mantissa bits. Sums keep float32 precision.
 
-    Nothing is set for the CPU: oneDNN would round there too, where the hardware can.
+    For a CPU nothing is set: there oneDNN would also round the inputs, if the hardware can.
     """
     if device.type != "cuda":
         return
-    # torch 2.9 recommends the newer fp32_precision, but torch.compile fails with it
+    # Since 2.9 torch recommends the newer setting fp32_precision, but torch.compile fails with it
     # (pytorch#166387).
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings")
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    # The compiler advises TF32 in every run; here --tf32 decides.
+    # The compiler advises to enable TF32 in every run. Hide this advice, because --tf32 decides.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores .* not enabled. Consider")
-    # cuBLAS may split a long sum over several cores (the sum over the vocabulary in the head's
-    # backward). By default it may add the parts up in the result's 8 or 11 bits: see "Numerical
+    # cuBLAS may split a long sum into parts for several GPU cores, such as the sum over the
+    # vocabulary in the head's backward. By default it may add up the parts with the precision of
+    # the result, which is only 8 (bfloat16) or 11 bits (float16). Forbid this: see "Numerical
     # accuracy" in PyTorch's notes.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -102,20 +110,26 @@ def set_matmul_precision(device: torch.device, tf32: bool) -> None:
 
 def cpu_has_bfloat16() -> bool:
     """Return whether this CPU has instructions for bfloat16 matmuls (AVX512-BF16 or AMX)."""
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # not public yet
+    # torch has no public functions for this yet.
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
 
 
 def compile_blocks(model: MiniGPT) -> None:
-    """Compile each block with torch.compile. Only the first block of a policy costs compile time:
-    the others reuse its code.
+    """Compile each block with torch.compile, and also the softmax of the loss.
 
-    With `full` the activation checkpoint stays outside of the compiled code and keeps only the
-    block's input. (Compiled code cannot stop half-way, so the last matmul is replayed, too.) Finer
-    policies are compiled with the block: the compiler must see them.
+    For each policy only the first block costs compile time: the other blocks reuse its compiled
+    code.
+
+    With the policy `full`, the activation checkpoint is outside of the compiled code and keeps only
+    the block's input. (Compiled code has no early stop, so backward also recomputes the block's
+    last matmul.) With any finer policy, the checkpoints are inside the block and are compiled with
+    it, because the compiler must see them.
     """
-    torch._dynamo.config.optimize_ddp = False  # DDP would split graphs, and checkpoints with them
-    # Otherwise replayed dropout on CUDA draws from generators that manual_seed does not reach.
+    # Otherwise DDP would split compiled graphs, and with them the activation checkpoints.
+    torch._dynamo.config.optimize_ddp = False
+    # Otherwise, on CUDA, recomputed dropout draws from random generators that torch.manual_seed
+    # does not set.
     torch._functorch.config.graphsafe_rng_functionalization = False
     for block in model.blocks:
         block.compile()
@@ -123,7 +137,7 @@ def compile_blocks(model: MiniGPT) -> None:
 
 
 def is_compiled(model: MiniGPT) -> bool:
-    """Return whether any block is compiled."""
+    """Return True if any block of the model is compiled."""
     return any(block._compiled_call_impl is not None for block in model.blocks)
 
 
@@ -131,50 +145,53 @@ def is_compiled(model: MiniGPT) -> bool:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that tensors can still take on the device; None if unknown."""
+    """Return the free memory of the device in bytes; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    free = in_kib("MemAvailable:") or built_in_memory()  # outside Linux: an upper limit
+    # Outside Linux the free memory is not known. All memory of the machine is an upper limit of it.
+    free = in_kib("MemAvailable:") or built_in_memory()
     limit, used = number_in(f"{CGROUP}max"), number_in(f"{CGROUP}current")
     if free and limit is not None and used is not None:
-        # The kernel frees cached files when memory is needed: they count as free.
+        # Count cached files as free memory, because the kernel drops them when memory is needed.
         free = min(free, limit - used + (number_in(f"{CGROUP}stat", "inactive_file") or 0))
     return free
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Return the bytes that the device, or the container, has in total; None if unknown."""
+    """Return the total memory of the device in bytes; None if unknown. For a CPU this is the memory
+    of the machine, or of the container if that is less."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    # Swap counts: it is slow, but a run can use it.
+    # Count swap space as memory: it is slow, but a run can use it.
     built_in = in_kib("MemTotal:", "SwapTotal:") or built_in_memory()
     return min(filter(None, (built_in, number_in(f"{CGROUP}max"))), default=None)
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes of memory that one process may take: its tensors, and all else that it allocates.
+    """Bytes of memory that one process may use, for its tensors and for everything else.
 
-    The total is --memory-budget, or a card's memory, or the memory that is free.
+    The total, `limit_bytes`, is one of three: --memory-budget, the memory of a card, or the free
+    memory.
     """
 
     limit_bytes: int | None  # None: unknown
     device_type: str
-    is_free: bool = False  # the total is the free memory
-    # Bytes of CPU memory that offload may take in addition; None: unknown.
+    is_free: bool = False  # True: the total is the free memory
+    # Bytes of CPU memory that a GPU run may use in addition, for offloaded tensors; None: unknown.
     host_usable_bytes: int | None = None
 
     @property
     def usable_bytes(self) -> int | None:
-        """Bytes of the total that tensors may take; None if the total is unknown."""
+        """Bytes that tensors may use: the total minus the margin; None if the total is unknown."""
         return None if self.limit_bytes is None else for_tensors(self.limit_bytes, self.device_type)
 
     def __str__(self) -> str:
-        """Return "54.0 MiB (60.0 MiB less a margin of a tenth)"."""
+        """Return the usable bytes as text: "54.0 MiB (60.0 MiB less a margin of a tenth)"."""
         assert self.limit_bytes is not None and self.usable_bytes is not None
         _, words = memory_margin(self.limit_bytes, self.device_type)
         total = format_bytes(self.limit_bytes) + " free," * self.is_free
@@ -182,11 +199,14 @@ class MemoryBudget:
 
 
 def memory_margin(total: float, device_type: str) -> tuple[float, str]:
-    """Return how many of `total` bytes stay free, and that share in words: a tenth, on a GPU at
-    least 1 GiB (a quarter of less than 4 GiB).
+    """Return the margin, which is the number of bytes of `total` that tensors may not use, and the
+    same margin in words.
 
-    An allocator cannot use every gap. A GPU also holds the driver's context of some hundred MiB,
-    the code of kernels, and NCCL's buffers.
+    The margin is a tenth of `total`. On a GPU it is at least 1 GiB; but if a GPU's `total` is below
+    4 GiB, the margin is a quarter of it.
+
+    There is a margin because an allocator cannot use every gap between tensors. A GPU's memory also
+    holds the driver's context of some hundred MiB, the code of kernels, and NCCL's buffers.
     """
     if device_type == "cuda" and total < 10 * GIB:
         return (total / 4, "a quarter") if total < 4 * GIB else (GIB, "1 GiB")
@@ -194,7 +214,7 @@ def memory_margin(total: float, device_type: str) -> tuple[float, str]:
 
 
 def for_tensors(total: float, device_type: str) -> int:
-    """Return the bytes of `total` that tensors may take: all but the margin."""
+    """Return the bytes of `total` that tensors may use: `total` minus the margin."""
     return int(total - memory_margin(total, device_type)[0])
 
 
@@ -205,13 +225,14 @@ def budget_on(
     held: int = 0,
     here: int = 1,
 ) -> MemoryBudget:
-    """Return the memory of one process: `budget` bytes, else its share of the free memory. For a
-    GPU also its share of the CPU memory.
+    """Return the memory budget of one process: `budget` bytes or, if that is None, the process's
+    share of the device's free memory. For a GPU the result also contains the process's share of the
+    CPU memory.
 
     Args:
-        processes: processes that share the device's free memory.
-        held: bytes of CPU memory that this process holds and will free; they count as free.
-        here: processes on this machine, which share the CPU memory.
+        processes: number of processes that share the device's free memory.
+        held: bytes of CPU memory that this process uses now and will free. They count as free.
+        here: number of processes on this machine. They share the CPU memory.
     """
     host_bytes = None
     if device.type != "cpu":
@@ -223,20 +244,21 @@ def budget_on(
 
 
 def built_in_memory() -> int | None:
-    """Return the bytes of the machine's memory; None where the system does not tell (Windows)."""
+    """Return the bytes of the machine's memory; None if the system does not report them
+    (Windows)."""
     if not hasattr(os, "sysconf"):
         return None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def in_kib(*names: str) -> int:
-    """Return the sum of these lines of /proc/meminfo, in bytes; 0 if there are none."""
+    """Return the sum of the lines `names` of /proc/meminfo, in bytes; 0 if they are missing."""
     return 1024 * sum(number_in("/proc/meminfo", name) or 0 for name in names)
 
 
 def number_in(file: str, name: str = "") -> int | None:
-    """Return the number after `name` in a file (without `name`, the first word); None if it is
-    missing or reads "max"."""
+    """Return the number after the word `name` in a file; without `name`, the first word as a
+    number. Return None if there is no such number, for example if the word is "max"."""
     try:
         words = Path(file).read_text().split()
         return int(words[words.index(name) + 1 if name else 0])

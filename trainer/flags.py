@@ -1,6 +1,8 @@
-"""The command line of all trainers: flags in groups, each with its unit, default and off-value.
+"""Define the command line of all trainers. The flags are in groups. The help of a flag gives its
+unit, its default, and the value that switches it off.
 
-A mistake costs the user one line and exit code 2, before anything is read or written.
+A mistake in the flags prints one error line and ends with exit code 2, before the run reads or
+writes anything.
 """
 
 import argparse
@@ -22,11 +24,12 @@ from planner.cards import card_name
 
 
 class UsageError(ValueError):
-    """Error for flags that cannot work together: one line that names the flag and a remedy."""
+    """Error for flags that are impossible on this machine or together. The message is one line, and
+    names a flag and a remedy."""
 
 
-# --model: shapes by name (Radford et al., 2019, table 2; heads are 64 channels wide). The name also
-# sets GPT-2's vocabulary and its 1,024 positions.
+# Shapes that --model names (Radford et al., 2019, table 2; each head has 64 channels). --model also
+# sets --seq-len and --max-position-embeddings to 1,024, and the tokenizer to GPT-2's.
 SHAPES: dict[str, dict[str, int]] = {
     "gpt2": {"n_layers": 12, "n_heads": 12, "d_model": 768},
     "gpt2-medium": {"n_layers": 24, "n_heads": 16, "d_model": 1024},
@@ -35,17 +38,18 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
-# Upper limits, far above any useful value: they catch a typing error before it fills the memory.
+# Upper limits, far above any useful value. They reject a typing error before it can fill the
+# memory.
 MAX_COUNT = 10**9
 MAX_LAYERS = 10**4
-MAX_SIZES = {  # of a model's shape, by field of MiniGPTConfig
+MAX_SIZES = {  # largest allowed sizes of a model, by field of MiniGPTConfig
     "n_layers": MAX_LAYERS,
     **dict.fromkeys(("n_heads", "d_model", "d_ff"), 10**6),
     **dict.fromkeys(("max_position_embeddings", "vocab_size"), MAX_COUNT),
 }
-AUTO = "auto"  # the run chooses its own policy
-RUN_LENGTH_FLAGS = ("num_steps", "num_tokens", "num_epochs")  # only one of them may be typed
-# A removed flag -> its replacement.
+AUTO = "auto"  # value of --use-activation-checkpoint: the run chooses the policy
+RUN_LENGTH_FLAGS = ("num_steps", "num_tokens", "num_epochs")  # a user may type only one of them
+# Removed flag -> hint at its replacement.
 REPLACED_FLAGS = {
     "--eval-batches": "--eval-tokens 16K says how many tokens validate, at any batch size",
     "--largest-batch": "scripts.plan_memory names it; --batch-size measures it",
@@ -57,19 +61,20 @@ REPLACED_FLAGS = {
     "--offload-activations": "now --use-activation-checkpoint POLICY+offload",
     "--repeats": "--steps says how many are measured",
 }
+# Suffix of a number of tokens -> factor.
 TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """ArgumentParser that prints one error line. argparse itself prints a screen of usage before
-    it."""
+    """ArgumentParser that prints an error as one line. argparse itself prints a long usage text
+    first."""
 
     def error(self, message: str) -> NoReturn:
         print_error(message.removeprefix("argument "))
         self.exit(2)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # The intermixed parser also finds positional arguments between flags.
+        # The intermixed parser also finds positional arguments that stand between flags.
         positionals = self._get_positional_actions()
         parse = self.parse_known_intermixed_args if positionals else self.parse_known_args
         parsed, unknown = parse(args, namespace)
@@ -84,10 +89,11 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class TypedFlagsParser(OneLineParser):
-    """Parser that also records which flags were `typed`, as a set of names in the result.
+    """Parser that also stores in the result which flags were typed: `typed`, a set of names. With
+    --model, the flags of the model's shape count as typed, too.
 
-    A typed flag overrides the snapshot's value (--resume) and the shape that --model names. In the
-    result typed flags come first, in the order of --help.
+    A typed flag overrides the value in the snapshot (--resume) and the shape of --model. In the
+    result the typed flags come first, in the order of --help.
     """
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -106,19 +112,20 @@ class TypedFlagsParser(OneLineParser):
 
 
 def with_flags(args: argparse.Namespace, **flags: Any) -> argparse.Namespace:
-    """Return a copy of `args` with some flags changed."""
+    """Return a copy of `args` in which `flags` have new values."""
     return argparse.Namespace(**vars(args) | flags)
 
 
 def flag(name: str) -> str:
-    """Return the flag of a name in `args`: `n_layers` -> `--n-layers`."""
+    """Return the flag for a name in `args`: `--n-layers` for `n_layers`."""
     return "--" + name.replace("_", "-")
 
 
 def as_argv(args: argparse.Namespace, **changes: Any) -> list[str]:
-    """Return the arguments that give a trainer the same flags: parse_args(as_argv(args)) == args.
+    """Return the command-line arguments for `args`, so that parse_args(as_argv(args)) == args.
 
-    They are the typed flags in --help's order, then `changes`. A change to None leaves a flag out.
+    The arguments are the typed flags in the order of --help, and then `changes`, which are flags
+    with new values. The value None removes a flag.
     """
     shape = SHAPES.get(args.model, {})
     typed = {
@@ -130,8 +137,8 @@ def as_argv(args: argparse.Namespace, **changes: Any) -> list[str]:
 
 
 def to_argv(flags: dict[str, Any]) -> list[str]:
-    """Return flags, given by their names in `args`, as they are typed. Values of None and flags of
-    other tools are left out."""
+    """Return `flags`, a dict with names of `args` as keys, as command-line arguments. Leave out a
+    flag whose value is None, and a name that is no flag of the trainers."""
     actions, words = {action.dest: action for action in build_parser("", "")._actions}, []
     for name, value in flags.items():
         if value is None or name not in actions:
@@ -142,18 +149,19 @@ def to_argv(flags: dict[str, Any]) -> list[str]:
             continue
         values = value if isinstance(value, list) else [value]
         first, *others = map(FORMATTERS.get(actions[name].type, str), values)
-        # A file may be called -x.pt: only --flag=-x.pt passes it as a value.
+        # A value may begin with "-", such as a file named -x.pt. argparse accepts it only as
+        # --flag=-x.pt.
         words += [f"{flag}={first}", *others] if first.startswith("-") else [flag, first, *others]
     return words
 
 
 def is_size(name: str, value: object) -> bool:
-    """Return whether the flag `name` accepts `value`, which may come from a file, as a size."""
+    """Return True if `value`, which may come from a file, is a valid size for the flag `name`."""
     return type(value) is int and 0 < value <= MAX_SIZES[name]
 
 
 def print_error(message: object) -> None:
-    """Print the message on stderr as one line, even if it has line breaks."""
+    """Print the message on stderr as one line, even if the message contains line breaks."""
     print(f"error: {' '.join(str(message).splitlines())}", file=sys.stderr)
 
 
@@ -170,7 +178,7 @@ def number_in_range(
         try:
             value = kind(text)
         except ValueError:
-            value = math.nan  # fails every comparison below
+            value = math.nan  # NaN fails every comparison below
         inside = low < value < high if open else low <= value <= high
         if not inside or value == math.inf:
             raise argparse.ArgumentTypeError(f"must be {noun} {limits}, not {text[:40]!r}")
@@ -180,9 +188,11 @@ def number_in_range(
 
 
 def policy_string(text: str) -> str:
-    """Check a policy string (argparse type): auto, or what `memory.parse_recompute_plan` accepts.
+    """Check a policy string and return it (argparse type). Valid are "auto", and all strings that
+    `memory.parse_recompute_plan` accepts.
 
-    The number of layers is not known yet, so `POLICY:N` is checked against MAX_LAYERS.
+    The number of layers is not known yet. So the N of `POLICY:N` is only checked against
+    MAX_LAYERS.
     """
     if text != AUTO:
         try:
@@ -194,14 +204,14 @@ def policy_string(text: str) -> str:
 
 
 def auto_as_full(policy: str) -> str:
-    """Return `full` for `auto`, else the policy unchanged. (A wrong string such as `auto:3` stays
-    wrong.)"""
+    """Return "full" for "auto", else the policy unchanged. (An invalid string such as "auto:3"
+    stays invalid.)"""
     return "full" if policy == AUTO else policy
 
 
 def recompute_plan_of(args: argparse.Namespace) -> RecomputePlan:
-    """Return the policy of each block as the flags name it; `auto` counts as `full`. Raises
-    UsageError."""
+    """Return the recompute policy of each block according to the flags; `auto` counts as `full`.
+    Raises UsageError if the policy string is invalid for --n-layers."""
     try:
         return parse_recompute_plan(auto_as_full(args.use_activation_checkpoint), args.n_layers)
     except ValueError as error:
@@ -209,16 +219,16 @@ def recompute_plan_of(args: argparse.Namespace) -> RecomputePlan:
 
 
 def fields_to_flags(message: str) -> str:
-    """Replace field names of the config, such as d_model, by flags that the user knows:
-    --d-model."""
+    """Replace the names of config fields in `message` by the flags that the user knows, such as
+    `d_model` by `--d-model`."""
     names = "|".join(field.name for field in fields(MiniGPTConfig))
     message = re.sub(rf"\b({names})\b", lambda name: flag(name[0]), message)
     return message.replace("--recompute", "--use-activation-checkpoint")
 
 
 def byte_count(text: str) -> int:
-    """Parse a number of bytes (argparse type): "8GiB" and "8G" are powers of 1,024, "500 MB" of
-    1,000."""
+    """Parse a number of bytes (argparse type). The units in "8GiB" and "8G" are powers of 1,024;
+    the unit in "500 MB" is a power of 1,000."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([kmgt])(i?b)?|b)\s*", text.lower())
     unit = (1000 if match[3] == "b" else 1024) ** " kmgt".index(match[2] or " ") if match else 0
     count = float(match[1]) * unit if match else 0.0
@@ -231,7 +241,8 @@ def byte_count(text: str) -> int:
 
 
 def token_count(text: str, least: int = 1) -> int:
-    """Parse a number of tokens (argparse type): "1B", "1.5B", "300M", "1e9" or plain digits."""
+    """Parse a number of tokens (argparse type): "1B", "1.5B", "300M", "1e9" or plain digits. The
+    smallest valid number is `least`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([kmbt]?)", text.strip().lower())
     count = Fraction(match[1]) * TOKENS[match[2]] if match else Fraction(-1)
     if count.denominator > 1 or not least <= count <= 10**15:
@@ -242,21 +253,21 @@ def token_count(text: str, least: int = 1) -> int:
     return int(count)
 
 
-# argparse type -> how `to_argv` writes such a value, with its unit.
+# argparse type -> function that writes such a value with its unit, for `to_argv`.
 FORMATTERS: dict[Any, Callable[[int], str]] = {byte_count: "{}b".format}
 
 
 def snapshot_file(text: str) -> Path:
-    """Parse the path of a snapshot (argparse type). The check reads the text, because Path drops
-    the slash at the end of a folder's name."""
+    """Parse the path of a snapshot (argparse type). Reject a path that names no file, such as
+    "checkpoints/" or ".pt". (This checks the text, because Path would drop a slash at the end.)"""
     if os.path.basename(text).strip(".") in ("", "pt", "pth", "ckpt"):
         raise argparse.ArgumentTypeError(f"{text!r} is no name of a file, as checkpoints/run.pt")
     return Path(text)
 
 
 def output_file(text: str) -> Path:
-    """Parse the path of a file to write (argparse type). The file is checked at once, before hours
-    are spent on its content."""
+    """Parse the path of a file to write (argparse type). Check now that the file can be written,
+    before the program spends hours on its content."""
     path = Path(text)
     target = path if os.path.exists(path) else path.parent
     if os.path.isdir(path) or not os.access(target, os.W_OK):
@@ -265,7 +276,8 @@ def output_file(text: str) -> Path:
 
 
 def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
-    """Return the parser of all trainers; they differ in the default snapshot path."""
+    """Return the parser that all trainers use. Its arguments differ between trainers: `prog` is the
+    file name, and `checkpoint_path` is the default path of the snapshot."""
     parser = TypedFlagsParser(
         prog=prog,
         description="Train a MiniGPT and see what activation memory costs.",
@@ -280,7 +292,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     positive, positive_or_zero = number_in_range(float, 0, open=True), number_in_range(float, 0)
 
     # fmt: off
-    # A table: a flag with its type and default, then its help.
+    # Each entry is a flag with its type and its default, and then its help text.
     add = parser.add_argument_group("data").add_argument
     add("--train-data", nargs="+", metavar="PATH",
         help="training data, files, folders or globs: text, .jsonl with \"text\", token files .bin "
@@ -300,12 +312,12 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("model").add_argument
     add("--model", choices=tuple(SHAPES),
-        help="a shape by name, with 1,024 positions and --tokenizer-name gpt2; single flags "
-        "override it (default: the small shape below)")
+        help="shape of a GPT-2, with 1,024 positions and --tokenizer-name gpt2; the flags below "
+        "override single values (default: the small shape below)")
     add("--init-from", type=Path, metavar="PATH",
         help="start from trained weights: a snapshot, or a folder of transformers' GPT-2 "
-        "(config.json, model.safetensors; needs the package safetensors); its shape and tokenizer "
-        "follow (default: random weights)")
+        "(config.json, model.safetensors; needs the package safetensors); this also sets shape and "
+        "tokenizer (default: random weights)")
     add("--n-layers", type=layers, default=3, metavar="N", help="blocks (default: %(default)s)")
     add("--n-heads", type=size, default=4, metavar="N",
         help="attention heads of a block (default: %(default)s)")
@@ -319,26 +331,29 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add = parser.add_argument_group("memory").add_argument
     add("--use-activation-checkpoint", nargs="?", const="full", default="none", metavar="POLICY",
         type=policy_string,
-        help="tensors that backward recomputes instead of keeping, from least to most: "
-        f"{' '.join(RECOMPUTE_POLICIES)}; mlp:7 = in the first 7 blocks; mlp:7,cheap = and cheap "
-        "in the others; full/2 = keep one input for every 2 blocks; full/4+nested = "
-        "for every 4, and replay each block once more, one by one; full+offload = kept tensors "
-        "wait in CPU memory (selective and sdpa without --compile: only each block's input); "
-        "auto = the least recompute that fits in memory (default: none; the bare flag means full)")
+        help="which tensors backward recomputes instead of keeping them; policies from least to "
+        f"most recompute: {' '.join(RECOMPUTE_POLICIES)}; mlp:7 = mlp in the first 7 blocks; "
+        "mlp:7,cheap = mlp in the first 7 blocks, cheap in the others; full/2 = keep one input for "
+        "every 2 blocks; full/4+nested = keep one input for every 4 blocks, and recompute the "
+        "blocks of a group once more, one by one; full+offload = kept tensors wait in CPU memory "
+        "(selective and sdpa without --compile: only each block's input); auto = the least "
+        "recompute that fits in memory (default: none; the flag without POLICY means full)")
     add("--memory-budget", type=byte_count, metavar="SIZE",
-        help="memory to plan for, e.g. 8GiB (default: what is free): auto takes no more, other "
-        "policies warn if they need more; a tenth stays free, on a GPU at least 1 GiB (a quarter "
-        "of less than 4 GiB)")
+        help="memory to plan for, e.g. 8GiB (default: the free memory): auto uses no more, and a "
+        "run with another policy prints a warning if it needs more; a tenth stays free, on a GPU "
+        "at least 1 GiB (a quarter, if SIZE is less than 4 GiB)")
     add("--card", type=card_name, metavar="NAME",
-        help="auto, and a run that runs out of memory, take the policy predicted to be fastest on "
-        "this card: H100, \"RTX 4090\", ..., or this-machine, which is measured (default: the CUDA "
-        "GPU's own name; without a known GPU, the policy that replays the fewest FLOPs)")
+        help="card for predicted times: auto, and a run that runs out of memory, choose the policy "
+        "that is predicted to be fastest on this card: H100, \"RTX 4090\", ..., or this-machine, "
+        "which is measured (default: the CUDA GPU's own name; without a known GPU, the policy that "
+        "recomputes the fewest FLOPs is chosen)")
     add("--loss-chunks", type=count_or_zero, default=0, metavar="N",
-        help="compute head and loss in N chunks of tokens; 1 = at once, 0 = choose (default: 0)")
+        help="compute head and loss in N chunks of tokens; 1 = all at once, 0 = automatic "
+        "(default: 0)")
     add("--mlp-chunks", type=count_or_zero, default=1, metavar="N",
-        help="for long sequences, with mlp, sdpa or full: replay a block's MLP half in N chunks "
-        "of 64 tokens or more; 1 = at once, 0 = choose; rounds six gradients of a block "
-        "differently (default: 1)")
+        help="for long sequences, with mlp, sdpa or full: recompute a block's MLP half in N chunks "
+        "of at least 64 tokens; 1 = all at once, 0 = automatic; chunks change the rounding of six "
+        "gradients per block (default: 1)")
     add("--on-out-of-memory", choices=("deeper", "stop"), default="deeper",
         help="deeper: do the step again, and all later steps, with a policy that needs less; the "
         "results are the same. stop: end with exit code 4 (default: %(default)s)")
@@ -387,22 +402,23 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         help="dtype of autocast (default: bfloat16 where the hardware has it, else float16 on "
         "cuda, else float32)")
     add("--tf32", action=argparse.BooleanOptionalAction, default=False,
-        help="run float32 matmuls (--no-amp) on a GPU's tensor cores, with inputs rounded to 10 of "
-        "23 bits: results differ; 8 times the rate on an A100, 7 on an H100, 1 on a GeForce")
+        help="run float32 matmuls (--no-amp) on a GPU's tensor cores, with inputs rounded from 23 "
+        "to 10 mantissa bits: results differ; by the data sheets 8 times as fast on an A100, 7 "
+        "times on an H100, no faster on a GeForce")
     add("--compile", action=argparse.BooleanOptionalAction, default=False,
         help="torch.compile each block: slow start, fast steps")
     add("--compress-gradients", action=argparse.BooleanOptionalAction, default=False,
-        help="several processes: average gradients in bfloat16; halves the traffic, takes 2 more "
-        "bytes a parameter, and results differ from those of one process (one process: no effect)")
+        help="with several processes, average gradients in bfloat16: half of the traffic, 2 more "
+        "bytes per parameter, and other results than one process (with one process: no effect)")
     add("--gather-dtype", choices=("float32", "bfloat16"), default="float32",
-        help="train_fsdp.py, train_sp.py: dtype in which a block's weights travel; they are stored "
-        "in float32. bfloat16, with bfloat16 autocast: half of the bytes, the same losses (more "
-        "than two processes sum gradients in another order) (default: %(default)s)")
+        help="train_fsdp.py, train_sp.py: dtype in which a block's weights are gathered; they are "
+        "stored in float32. bfloat16 needs bfloat16 autocast: half of the bytes, the same losses "
+        "(more than two processes sum gradients in another order) (default: %(default)s)")
 
     add = parser.add_argument_group("running").add_argument
     add("--log-interval", type=count_or_zero, default=50, metavar="N",
-        help="steps between log lines, with at least one in 30 s where no progress bar moves; 0 = "
-        "no such lines; the last step always logs, evaluates and saves (default: %(default)s)")
+        help="steps between log lines; without a progress bar at least one line in 30 s; 0 = "
+        "neither; the last step always logs, evaluates and saves (default: %(default)s)")
     add("--eval-interval", type=count_or_zero, default=250, metavar="N",
         help="steps between evaluations, 0 = at the end only (default: %(default)s)")
     add("--save-interval", type=count_or_zero, default=500, metavar="N",
@@ -431,17 +447,17 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
 
 
 def tokens_per_step(args: argparse.Namespace, processes: int) -> int:
-    """Return the tokens of a step: all micro-batches of all processes."""
+    """Return the number of tokens in a training step: in all micro-batches of all processes."""
     return int(args.batch_size * args.seq_len * args.grad_accum_steps * processes)
 
 
 def resolve_defaults(args: argparse.Namespace, processes: int = 1) -> argparse.Namespace:
-    """Fill in, in place, the defaults that depend on other flags, and return `args`. Raises
-    UsageError for contradictions."""
+    """Set the defaults that depend on other flags, in `args` itself, and return `args`. Raises
+    UsageError if flags contradict each other."""
     lengths = [flag(name) for name in RUN_LENGTH_FLAGS if name in args.typed]
     if len(lengths) > 1:
         raise UsageError(f"{' and '.join(lengths)}: each says how long the run is; give only one")
-    lr_factor = 1.0 if args.init_from is None else 0.1  # a high rate destroys trained weights
+    lr_factor = 1.0 if args.init_from is None else 0.1  # a high rate would destroy trained weights
     defaults = {
         "data_seed": args.seed,
         "d_ff": 4 * args.d_model,
@@ -468,10 +484,10 @@ def resolve_defaults(args: argparse.Namespace, processes: int = 1) -> argparse.N
 
 
 def check_sharded(args: argparse.Namespace, processes: int, trainer: str) -> None:
-    """Raise UsageError for flags that a sharded model does not support. `trainer`: the trainer's
-    name, for the message."""
+    """Raise UsageError for flags that a sharded model does not support. `trainer`: name of the
+    trainer, for the error message."""
     plan = recompute_plan_of(args)
-    if plan.group_size > 1 and not plan.nested and processes > 1:  # (one process gathers nothing)
+    if plan.group_size > 1 and not plan.nested and processes > 1:  # (one process has no shards)
         raise UsageError(
             f"--use-activation-checkpoint {args.use_activation_checkpoint}: {trainer} gathers "
             f"block by block; {format_recompute_plan(plan._replace(nested=True))} fits"
@@ -481,7 +497,8 @@ def check_sharded(args: argparse.Namespace, processes: int, trainer: str) -> Non
 
 
 def check_shared(args: argparse.Namespace, processes: int) -> None:
-    """Raise UsageError if this many `processes` of train_sp.py cannot share each sequence."""
+    """Raise UsageError if train_sp.py cannot share each sequence among `processes` processes: each
+    process needs at least one head and one token, and --compile is not supported."""
     if processes == 1:
         return
     for name in ("n_heads", "seq_len"):
@@ -496,17 +513,18 @@ def check_shared(args: argparse.Namespace, processes: int) -> None:
 
 
 def resolve_num_steps(args: argparse.Namespace, processes: int, windows: int | None = None) -> None:
-    """Set --num-steps to what --num-tokens or --num-epochs mean, in whole steps, rounded up. Then
-    set the default of --warmup-steps, which depends on it.
+    """Set --num-steps to the length that --num-tokens or --num-epochs gives, rounded up to whole
+    steps. Then set the default of --warmup-steps, which depends on --num-steps.
 
-    `windows`: training sequences in an epoch. With None (the data are not read yet), --num-epochs
-    is left for a later call.
+    `windows`: number of training sequences in an epoch; None: the data are not read yet. If
+    `windows` is None and --num-epochs is given, set nothing: a later call will set both.
     """
     tokens: int | Fraction | None = args.num_tokens
     if args.num_epochs is not None:
         if windows is None:
             return
-        # A Fraction of the text: 1.1 epochs of 10 sequences are 11; floats give 11.000000000000002.
+        # Fraction("1.1") is exact: 1.1 epochs of 10 sequences are 11 steps of one sequence.
+        # Fraction(1.1) is a little more than 1.1, and would give 12 steps.
         tokens = Fraction(str(args.num_epochs)) * windows * args.seq_len
     if tokens is not None:
         args.num_steps = math.ceil(Fraction(tokens) / tokens_per_step(args, processes))
@@ -515,8 +533,8 @@ def resolve_num_steps(args: argparse.Namespace, processes: int, windows: int | N
 
 
 def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
-    """Return the config of the model that the flags describe; `auto` counts as `full`. Raises
-    UsageError if the config is impossible."""
+    """Return the config of the model that the flags describe; the policy `auto` counts as `full`.
+    Raises UsageError if such a model is impossible."""
     if args.seq_len > args.max_position_embeddings:
         raise UsageError(
             f"--seq-len {args.seq_len} is above --max-position-embeddings "

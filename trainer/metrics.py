@@ -1,5 +1,5 @@
-"""Numbers of a run, perplexity and peak memory, and where they go: metrics.jsonl, the logger of
---log-to, and the log line for the user."""
+"""Compute perplexity and peak memory; write log records to metrics.jsonl and to the logger of
+--log-to; format the log line for the user."""
 
 import argparse
 import json
@@ -19,8 +19,8 @@ from .snapshot import SaveError, State, atomic_write, cannot_save, sibling_path
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), with the loss in nats: so many equally likely tokens would be as hard to
-    choose from. From 710 nats on it is infinite."""
+    """Return the perplexity exp(loss), for a loss in nats. It is the number of equally likely
+    tokens that would give the same loss. From 710 nats on the result is infinite."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -28,18 +28,18 @@ def perplexity(loss: float) -> float:
 
 
 def peak_memory(device: torch.device) -> dict[str, Any]:
-    """Return the most memory that this process has held so far, as fields of a log record.
+    """Return the peak memory of this process so far, as fields of a log record.
 
-        peak_memory_bytes: bytes. Of kind "cuda": tensors, as PyTorch's allocator counts them. Of
-            kind "rss": resident memory of the whole process, with Python and libraries (None where
-            the system does not tell).
-        peak_memory_kind: "cuda" or "rss".
+        peak_memory_kind: "cuda" for a GPU, else "rss".
+        peak_memory_bytes: peak in bytes. For "cuda", memory of tensors, as PyTorch's allocator
+            counts it. For "rss", resident memory of the whole process, with Python and libraries
+            (None if the system does not report it).
 
-    Kind "cuda" has three more fields:
+    For "cuda" there are three more fields:
 
-        peak_memory_share: the part of the GPU's memory, 0 to 1.
-        peak_active_bytes: tensors, and freed memory that another stream may still use.
-        peak_reserved_bytes: all memory that the allocator keeps.
+        peak_memory_share: peak_memory_bytes as a share of the GPU's memory, 0 to 1.
+        peak_active_bytes: peak of tensors plus freed memory that another stream may still use.
+        peak_reserved_bytes: peak of all memory that the allocator has reserved.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
@@ -55,25 +55,26 @@ def peak_memory(device: torch.device) -> dict[str, Any]:
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak *= 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
-    except ImportError:  # Windows
+        peak *= 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+    except ImportError:  # Windows has no `resource`
         peak = None
     return {"peak_memory_bytes": peak, "peak_memory_kind": "rss"}
 
 
-# ---- Writers: a writer is a function that takes one record
+# ---- Writers. A writer is a function that writes one log record.
 
 LogRecord = dict[str, Any]
 Write = Callable[[LogRecord], object]
 
 
 def open_metrics(path: Path, resumed_step: int) -> Write:
-    """Return the writer of metrics.jsonl: one JSON object per line, on the disk when the writer
-    returns.
+    """Return the writer of metrics.jsonl. The file has one JSON object per line. The writer passes
+    each line to the operating system before it returns.
 
-    A run that starts (`resumed_step` 0) begins a new file. A resumed run continues the file: lines
-    of later steps are dropped first, because those steps will be done again, and the next line says
-    where the run resumed. This function and the writer raise SaveError.
+    A new run (`resumed_step` 0) begins a new file. A resumed run continues the file. First the run
+    drops the lines of steps after `resumed_step`, because those steps will be repeated. The next
+    line gets the field `resumed_from`. Both this function and the writer raise SaveError if they
+    cannot write.
     """
     resume_note = {"resumed_from": resumed_step} if resumed_step else {}
     records = read_metrics(path) if resumed_step and path.exists() else []
@@ -84,7 +85,7 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
     file = open(path, "a", encoding="utf-8", buffering=1)
 
     def write(record: LogRecord) -> None:
-        # JSON has no NaN and no infinity: null is valid for every reader.
+        # JSON has no NaN and no infinity. Write null instead, which every JSON reader accepts.
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in (record | resume_note).items()
@@ -100,7 +101,7 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
 
 
 def read_metrics(path: Path) -> list[LogRecord]:
-    """Return the records of a metrics.jsonl. A line that a crash cut short is skipped. Raises
+    """Return the records of a metrics.jsonl. Skip incomplete lines, which a crash may leave. Raises
     OSError."""
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -110,23 +111,23 @@ def read_metrics(path: Path) -> list[LogRecord]:
 
 
 def logged_at(step: int, path: Path) -> LogRecord | None:
-    """Return the record of a step; None if the step was not logged."""
+    """Return the log record of `step` in the file `path`; None if that step was not logged."""
     records = read_metrics(path) if path.is_file() else []
     return next((r for r in records if r.get("step") == step), None)
 
 
-NEEDS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # --log-to -> its module
+NEEDS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # value of --log-to -> module
 Say = Callable[[str], None]
-LogNumbers = Callable[[dict[str, float], int], object]  # takes numbers by name, and the step
+LogNumbers = Callable[[dict[str, float], int], object]  # logs numbers by name, for a step
 
 
 def check_logger(name: str) -> None:
-    """Raise UsageError if the logger's package cannot be imported."""
+    """Raise UsageError if the module that --log-to `name` needs cannot be imported."""
     if name not in NEEDS:
         return
     try:
         import_module(NEEDS[name])
-    except Exception as error:  # a broken installation raises many kinds of errors
+    except Exception as error:  # a broken installation may raise any error
         raise UsageError(
             f"--log-to {name}: import {NEEDS[name]} failed ({type(error).__name__}: {error}); "
             f"pip install {name}, or --log-to none"
@@ -134,12 +135,13 @@ def check_logger(name: str) -> None:
 
 
 def open_tensorboard(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
-    """Open TensorBoard's log in the folder `RUN.tensorboard` beside the snapshot, and return its
-    writer."""
+    """Open a TensorBoard log in the folder `RUN.tensorboard` beside the snapshot. Return the
+    function that logs numbers. `step`: the last step that is done."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder = sibling_path(path, ".tensorboard")
-    # An earlier process may have logged later steps. They will be done again, so purge them.
+    # An earlier process of this run may have logged later steps. Purge them, because these steps
+    # will be repeated.
     writer = SummaryWriter(str(folder), purge_step=step + 1)
     flags = (f"    {name} = {value}" for name, value in identity["args"].items())
     writer.add_text("flags", "\n".join(flags), step + 1)
@@ -148,17 +150,18 @@ def open_tensorboard(path: Path, identity: State, step: int, say: Say) -> LogNum
     def log(numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
-        writer.flush()  # with TensorFlow installed, it writes only every two minutes
+        # Without `flush`, the writer writes only every two minutes if TensorFlow is installed.
+        writer.flush()
 
     return log
 
 
 def open_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
-    """Open a log at Weights & Biases, and return its writer. With WANDB_MODE=offline it writes to a
-    folder `wandb` beside the snapshot, to be uploaded later.
+    """Open a log at Weights & Biases (wandb), and return the function that logs numbers. With
+    WANDB_MODE=offline, wandb writes to a folder `wandb` beside the snapshot, for a later upload.
 
-    All processes that resume a run log under its id, as one run. (wandb keeps the first record of a
-    step that is done again.) `finish_wandb` ends the log.
+    All processes that resume a run use the run's id, so wandb shows them as one run. (If a step is
+    repeated, wandb keeps its first record.) `finish_wandb` ends the log.
     """
     import wandb
 
@@ -177,8 +180,8 @@ def open_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
 
 
 def finish_wandb() -> None:
-    """End the log that --log-to opened. One of several processes exits without Python's exit
-    handlers, which would end it."""
+    """End the log at Weights & Biases, if --log-to opened one. Usually an exit handler of Python
+    ends the log. But after an error, one of several processes exits without exit handlers."""
     if wandb := sys.modules.get("wandb"):
         with suppress(Exception):  # a lost network must not change the exit code
             wandb.finish()
@@ -188,10 +191,11 @@ LOGGERS = {"tensorboard": open_tensorboard, "wandb": open_wandb}
 
 
 def open_logger(args: argparse.Namespace, identity: State, step: int, say: Say) -> Write:
-    """Return the writer of --log-to, which logs the finite numbers of each record after `step`.
+    """Return the writer for the logger of --log-to. The writer logs all finite numbers of a record.
 
-    A network, a disk or a service may fail, at the start or later. The first failure prints one
-    warning and ends the log; the run continues without it.
+    `step`: the last step that is done. `say`: prints a line. The network, the disk or the service
+    may fail, now or later. The first failure prints one warning and ends the log. The run continues
+    without the log.
     """
     log: LogNumbers | None = None
 
@@ -221,7 +225,7 @@ def open_logger(args: argparse.Namespace, identity: State, step: int, say: Say) 
 
 
 def format_line(record: LogRecord, num_steps: int) -> str:
-    """Return the log line for the user: the fields of a record in a fixed order."""
+    """Return the log line for the user: fields of a record in a fixed order."""
     parts = [
         f"step {record['step']:>{len(str(num_steps))}}/{num_steps}",
         f"epoch {record['epoch']:.2f}",
@@ -234,26 +238,27 @@ def format_line(record: LogRecord, num_steps: int) -> str:
     if record["eta_s"] is not None:
         parts.append(f"eta {format_time(record['eta_s'])}")
     if (peak := record["peak_memory_bytes"]) is not None:
-        share = record.get("peak_memory_share")  # on a GPU
+        share = record.get("peak_memory_share")  # only for a GPU
         of_card = f" ({share:.1%} of the card)" if share is not None else ""
         parts.append(f"peak {format_bytes(peak)} {record['peak_memory_kind']}{of_card}")
     return " | ".join(parts)
 
 
 def format_loss(loss: float) -> str:
-    """Return "2.1000 ppl 8.17": the loss in nats, and the perplexity."""
+    """Return the loss in nats and the perplexity as text: "2.1000 ppl 8.17"."""
     return f"{loss:.4f} ppl {perplexity(loss):.2f}"
 
 
 def format_validation(record: LogRecord) -> str:
-    """Return "2.1000 ppl 8.17 (2.200 bits/byte)"; bits per byte only if the record has them."""
+    """Return a record's validation loss as text: "2.1000 ppl 8.17 (2.200 bits/byte)". Bits per byte
+    are left out if the record has none."""
     bits = record["val_bits_per_byte"]
     in_bytes = "" if bits is None else f" ({bits:.3f} bits/byte)"
     return format_loss(record["val_loss"]) + in_bytes
 
 
 def format_bytes(count: float) -> str:
-    """Return bytes with a binary unit: 1536 -> "1.5 KiB"."""
+    """Return a number of bytes as text with a binary unit: 1536 -> "1.5 KiB"."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while count >= 1024 and len(units) > 1:
         count /= 1024
@@ -262,7 +267,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Return seconds as a clock shows them: 75 -> "1:15", 3675 -> "1:01:15"."""
+    """Return seconds as text, in minutes or in hours: 75 -> "1:15", 3675 -> "1:01:15"."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

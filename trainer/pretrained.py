@@ -1,9 +1,10 @@
-"""Trained weights to start from (--init-from) or to look at: a MiniGPT snapshot, or a folder with
-GPT-2 in the format of Hugging Face's transformers.
+"""Load trained weights, for --init-from and for tools. The source is a MiniGPT snapshot, or a
+folder with a GPT-2 in the format of Hugging Face's transformers.
 
-MiniGPT has GPT-2's tensors. Only their names differ, and matrices are transposed (transformers kept
-TensorFlow's layout, "Conv1D"). Variants of GPT-2 that MiniGPT cannot compute are refused
-(`GPT2_ALONE`). A folder needs the package safetensors, but not transformers.
+MiniGPT has the same tensors as GPT-2. Only the names of the tensors differ, and the matrices of the
+blocks are transposed, because transformers uses TensorFlow's layout ("Conv1D"). A variant of GPT-2
+that MiniGPT cannot compute is rejected (see `GPT2_ALONE`). To read a folder, the package
+safetensors is needed, but not transformers.
 """
 
 import argparse
@@ -26,14 +27,14 @@ from .flags import MAX_SIZES, UsageError, flag, is_size
 from .optimizer import LocalShard
 from .snapshot import LoadedSnapshot, SnapshotError, check_shapes, peek, read_snapshot
 
-# Flags that the weights determine.
+# Flags that get their values from the config of the weights.
 SHAPE_FLAGS = "n_layers n_heads d_model d_ff max_position_embeddings".split()
 
 
 # ---- a transformers folder
 
-# Name of a size in config.json, its name in MiniGPT, and its default: GPT-2's value.
-# (n_inner None: 4 x n_embd.)
+# (name of a size in config.json, its name in MiniGPT, its default). The defaults are GPT-2's. (A
+# default of None for n_inner means 4 x n_embd.)
 SIZES = [
     ("vocab_size", "vocab_size", 50257),
     ("n_positions", "max_position_embeddings", 1024),
@@ -42,7 +43,7 @@ SIZES = [
     ("n_embd", "d_model", 768),
     ("n_inner", "d_ff", None),
 ]
-# Settings in config.json, and the values with which transformers' GPT-2 computes what MiniGPT does.
+# Setting in config.json -> the values with which transformers' GPT-2 computes the same as MiniGPT.
 # The first value is the default.
 GPT2_ALONE: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
@@ -53,18 +54,20 @@ GPT2_ALONE: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
-# First part of a tensor's name in transformers -> in MiniGPT. (Files of GPT2LMHeadModel put
-# "transformer." before it.)
+# First part of a tensor's name: in transformers -> in MiniGPT. (In files of GPT2LMHeadModel, names
+# begin with "transformer.", which `open_folder` removes.)
 OURS = {"wte": "token_embedding", "wpe": "position_embedding", "h": "blocks"}
 THEIRS = {ours: theirs for theirs, ours in OURS.items()}
-MASKS = (".attn.bias", ".attn.masked_bias")  # older files hold each block's causal mask
+# Ends of the names of causal masks. Older files also store the mask of each block.
+MASKS = (".attn.bias", ".attn.masked_bias")
 
 
 def renamed(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
-    """Return tensors of transformers under MiniGPT's names (with OURS), or the reverse (with
-    THEIRS): `h.3.ln_1.bias` <-> `blocks.3.ln_1.bias`.
+    """Return `tensors` under other names. With `names` = OURS, names of transformers become names
+    of MiniGPT; with THEIRS, the reverse. Example: `h.3.ln_1.bias` <-> `blocks.3.ln_1.bias`.
 
-    A block's matrices are transposed views: (in, out) in transformers, (out, in) in MiniGPT.
+    The matrices of a block are returned as transposed views: they are (in, out) in transformers,
+    and (out, in) in MiniGPT.
     """
     result = {}
     for name, tensor in tensors.items():
@@ -75,9 +78,10 @@ def renamed(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tens
 
 
 def open_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokenizer]:
-    """Read a transformers folder: config, weights under MiniGPT's names, and tokenizer.
+    """Read a transformers folder. Return config, weights by MiniGPT's names, and tokenizer.
 
-    The weights are mapped into memory: do not write to them. Raises DataError.
+    The weights are memory-mapped from the file: do not write to them. Raises DataError if the
+    folder is incomplete or its model is not a MiniGPT.
     """
     config, tensors = read_config(folder), read_weights(folder)
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -97,8 +101,8 @@ def open_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokeniz
 
 
 def read_config(folder: Path) -> MiniGPTConfig:
-    """Read the model's shape from config.json. Dropout is 0: the run sets its own. Raises
-    DataError."""
+    """Read config.json and return the model's config, with dropout 0: a run sets its dropout by
+    --dropout. Raises DataError."""
     with errors_as_data_errors(folder / "config.json", "configuration of a model"):
         content = {"model_type": None} | json.loads((folder / "config.json").read_bytes())
         for name, allowed in GPT2_ALONE.items():
@@ -111,8 +115,8 @@ def read_config(folder: Path) -> MiniGPTConfig:
 
 
 def make_config(content: dict[str, Any]) -> MiniGPTConfig:
-    """Return the config with the values of a file. Raises DataError for a size that no flag
-    accepts."""
+    """Return a MiniGPTConfig with the values in `content`, which come from a file. Raises DataError
+    if a size is outside of the limits of its flag, or if the config is impossible."""
     for name, max_size in MAX_SIZES.items():
         if not is_size(name, content[name]):
             raise DataError(
@@ -126,8 +130,8 @@ def make_config(content: dict[str, Any]) -> MiniGPTConfig:
 
 
 def import_safetensors() -> ModuleType:
-    """Import the library of the .safetensors format. Raises DataError, which says how to install
-    it."""
+    """Import and return the package safetensors. Raises DataError if the package is missing; the
+    message says how to install it."""
     try:
         import safetensors.torch
     except ImportError:
@@ -138,19 +142,19 @@ def import_safetensors() -> ModuleType:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Map the tensors of model.safetensors into memory, so that unused ones are never read.
-
-    Do not write to them. Raises DataError.
-    """
+    """Return the tensors of model.safetensors, memory-mapped: the disk is read only for tensors
+    that are used. Do not write to the tensors. Raises DataError."""
     path = folder / "model.safetensors"
-    if not path.exists():  # a large model has shards instead, an older folder pytorch_model.bin
+    # A large model has several files instead, and an older folder has pytorch_model.bin.
+    if not path.exists():
         raise DataError(
             f"{folder} holds no {path.name}; in transformers "
             f"model.save_pretrained({str(folder)!r}, max_shard_size='99GB') writes it"
         )
     library = import_safetensors()
     with errors_as_data_errors(path, ".safetensors file"):
-        open(path, "rb").close()  # Python's own error is clearer than the library's
+        # Open the file first: if this fails, Python's own error is clearer than the library's.
+        open(path, "rb").close()
         return library.torch.load_file(path)
 
 
@@ -159,7 +163,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Weights, complete and finite, with their shape and tokenizer."""
+    """Trained weights with their config and tokenizer. `open_pretrained` has checked that the
+    weights are complete and finite."""
 
     path: Path
     config: MiniGPTConfig
@@ -170,13 +175,13 @@ class Pretrained:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, local_shard: LocalShard) -> None:
-        """Copy the weights into a model of this shape, in the model's dtype. `local_shard`: as in
-        `MiniGPT.init_weights`."""
+        """Copy the weights into a model of the same shape, in the model's dtype. `local_shard(full,
+        weight)` returns this process's rows of a full tensor."""
         for name, weight in model.state_dict().items():
             weight.copy_(local_shard(self.weights[name].float(), weight))
 
     def make_model(self, device: torch.device) -> MiniGPT:
-        """Return a model with these weights, in evaluation mode and float32."""
+        """Return a model with these weights, in evaluation mode and in float32."""
         with torch.device("meta"):
             model = MiniGPT(self.config)
         model.to_empty(device=device).load_state_dict(self.weights)
@@ -187,9 +192,9 @@ Origin = LoadedSnapshot | Pretrained | None  # source of a run's weights; None: 
 
 
 def open_pretrained(path: Path) -> Pretrained:
-    """Read weights from a snapshot or a transformers folder, and check them. Raises SnapshotError
-    or DataError."""
-    if os.path.isdir(path):  # Path.is_dir raises if the name is too long
+    """Read weights from a snapshot or from a transformers folder, and check them. Raises
+    SnapshotError or DataError."""
+    if os.path.isdir(path):  # (Path.is_dir raises an error for a very long name)
         config, weights, tokenizer = open_folder(path)
         about = "as transformers writes them"
     elif os.path.exists(path):
@@ -213,8 +218,8 @@ def open_pretrained(path: Path) -> Pretrained:
 
 
 def check_weights(path: Path, config: MiniGPTConfig, weights: dict[str, Tensor]) -> int:
-    """Return the checksum of the weights. Raises SnapshotError if their names or shapes are not
-    those of this model, or if they are not finite."""
+    """Return the checksum of the weights. Raises SnapshotError if a name or a shape differs from
+    the model of `config`, or if a weight is NaN or infinite."""
     with torch.device("meta"):
         model = MiniGPT(config).state_dict()
     check_shapes(path, weights, model)
@@ -223,23 +228,23 @@ def check_weights(path: Path, config: MiniGPTConfig, weights: dict[str, Tensor])
         values = weight.float()
         if not values.isfinite().all():
             raise SnapshotError(f"{path} holds NaN or infinite weights ({name}): take others")
-        # A sum of integers does not depend on the order of summation.
+        # Add the weights' bits as integers: such a sum does not depend on the order.
         checksum += int(values.view(torch.int32).sum(dtype=torch.int64))
     return checksum
 
 
 def load_model(path: Path, device: torch.device) -> tuple[MiniGPT, Tokenizer]:
-    """Return the model of a snapshot or a transformers folder, in evaluation mode, and its
+    """Return the model of a snapshot or of a transformers folder, in evaluation mode, and its
     tokenizer. Raises SnapshotError or DataError."""
     source = open_pretrained(path)
     return source.make_model(device), source.tokenizer
 
 
 def open_init_from(args: argparse.Namespace) -> Pretrained | None:
-    """Read the weights that --init-from names, and set the flags in `args` that follow from them:
-    shape and tokenizer. Return None without the flag.
+    """Return the weights that --init-from names; None without --init-from. In `args`, set the flags
+    that must agree with the weights: shape and tokenizer.
 
-    Raises UsageError, also if a typed flag contradicts the weights.
+    Raises UsageError if the weights cannot be loaded, or if a typed flag contradicts them.
     """
     if args.init_from is None:
         return None
@@ -266,13 +271,13 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
             f"--seq-len {args.seq_len}: --init-from {source.path} has "
             f"{config.max_position_embeddings:,} positions, and cannot see further"
         )
-    # They count as typed, as with --model, so that nothing else changes them.
+    # Count these flags as typed, as --model does, so that nothing else changes them.
     args.typed = args.typed | required.keys() | {"seq_len"}
     return source
 
 
 def vocabulary_of(path: Path) -> int:
-    """Return the number of ids of the weights at `path`, which `open_pretrained` has checked. The
-    weights are not read again."""
+    """Return the vocabulary size of the model at `path`. This reads the config but not the weights:
+    `open_pretrained` has checked both before."""
     config = read_config(path) if os.path.isdir(path) else MiniGPTConfig(**peek(path)["config"])
     return config.vocab_size

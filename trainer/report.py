@@ -1,4 +1,5 @@
-"""Text about a run for the user: the first lines, a step's record, the last lines."""
+"""Write the text about a run for the user: the first lines, the log record of a step, the last
+lines."""
 
 import math
 import os
@@ -29,11 +30,11 @@ from .resume import changes, data_changed, validation_key
 from .run import Run
 from .snapshot import LoadedSnapshot, archived_path, files_of, sibling_path
 
-SILENCE = 30  # longest time without a log line where no progress bar moves, in seconds
+SILENCE = 30  # seconds; longest time without a log line if there is no progress bar
 
 
 def describe_model(config: MiniGPTConfig) -> str:
-    """Return "3 layers x 128, 4 heads, vocabulary 1,024"."""
+    """Return the model's shape as text: "3 layers x 128, 4 heads, vocabulary 1,024"."""
     return (
         f"{config.n_layers} layers x {config.d_model}, {config.n_heads} heads, "
         f"vocabulary {config.vocab_size:,}"
@@ -41,9 +42,11 @@ def describe_model(config: MiniGPTConfig) -> str:
 
 
 def describe_run(run: Run, plan: str, origin: Origin) -> str:
-    """Return the first lines of a run: data, model, device, batch, memory, and its origin.
+    """Return the first lines of a run: data, model, device, batch, memory, and the source of its
+    weights.
 
-    `plan`: text about the memory that a step needs. `origin`: what the run starts from.
+    `plan`: text about the memory of a step. `origin`: the snapshot or the pretrained weights from
+    which the run starts; None: random weights.
     """
     args, config, process = run.args, run.model.config, run.process
     n_parameters = sum(p.numel() for p in run.model.parameters())
@@ -81,7 +84,8 @@ def describe_run(run: Run, plan: str, origin: Origin) -> str:
 
 
 def describe_device(run: Run) -> str:
-    """Return "cpu (2 threads; another number rounds sums otherwise), bfloat16"."""
+    """Return device and precision as text: "cpu (2 threads; another number rounds sums otherwise),
+    bfloat16"."""
     device, hardware = run.process.device, ""
     if device.type == "cuda":
         settings = [f"; {name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ]
@@ -95,8 +99,8 @@ def describe_device(run: Run) -> str:
 
 
 def describe_archived(run: Run) -> list[str]:
-    """Return the line that says how an older run of this name is renamed, as a list; [] without
-    such a run."""
+    """Return a list with one line: the new name of the files that an older run has left at the same
+    path. Return [] if there is no older run."""
     path = run.args.checkpoint_path
     archived = archived_path(path)
     if archived is None:
@@ -109,11 +113,12 @@ def describe_archived(run: Run) -> list[str]:
 
 
 def describe_resumed(run: Run, origin: LoadedSnapshot) -> list[str]:
-    """Return lines that say from which step the run resumes, and what differs from before."""
+    """Return lines about a resumed run: its snapshot, its step, and what has changed since the
+    save."""
     lines = [f"resume   {origin.why}"] if origin.why else []
     lines.append(f"resume   {origin.path}, step {run.step:,}")
     saved, now = origin.state, run.run_info
-    if run.step < run.args.num_steps:  # otherwise no step is left
+    if run.step < run.args.num_steps:  # with no step left, no change has an effect
         if changed := changes(saved, now):
             lines.append(f"resume   changed, from here on: {', '.join(changed)}")
         if data_changed(saved, now):
@@ -131,16 +136,17 @@ def describe_resumed(run: Run, origin: LoadedSnapshot) -> list[str]:
 
 
 def resume_command(run: Run, path: Path | None = None) -> str:
-    """Return the command that resumes from `path`, by default the run's own snapshot. The command
-    needs no other flag."""
+    """Return the command that resumes from the snapshot `path`, by default from the run's own
+    snapshot. The command needs no other flags."""
     if path is None and "checkpoint_path" in run.args.typed:
         path = run.args.checkpoint_path
     return shlex.join([*run.process.command, "--resume", *to_argv({"checkpoint_path": path})])
 
 
 def generate_command(run: Run) -> str:
-    """Return the command that samples text from the run's snapshot."""
-    folder = os.path.dirname(run.process.command[-1])  # of the project; "" if it is the current one
+    """Return the command that generates text with the run's snapshot."""
+    # The folder of the project; "" if the project is in the current folder.
+    folder = os.path.dirname(run.process.command[-1])
     tool = (
         [os.path.join(folder, "scripts", "generate.py")] if folder else ["-m", "scripts.generate"]
     )
@@ -149,13 +155,16 @@ def generate_command(run: Run) -> str:
 
 
 def make_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
-    """Return the log record of the step that was just done, with times since the last record.
+    """Return the log record of the step that has just ended. Its times are means over the steps
+    since the last record.
 
-    `losses`: (micro-batches,) of this process; `grad_norm`: (). All processes call it.
+    `losses`: this process's losses, (micro-batches,). `grad_norm`: a scalar. All processes must
+    call this together.
     """
     args, process, clock = run.args, run.process, run.clock
-    # The mean over all micro-batches of all processes: the loss whose gradient this step followed.
-    # Reading it waits for the GPU, so the times below include the GPU's work.
+    # The mean loss over all micro-batches of all processes. The update of this step uses the
+    # gradient of this mean. `losses.tolist()` waits for the GPU, so the times below include the
+    # GPU's work.
     loss = process.all_reduce_sum([sum(losses.tolist())])[0] / run.micro_batches_per_step
     seconds = clock.end_interval()
     return {
@@ -174,23 +183,24 @@ def make_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
 
 
 def log_record(run: Run, record: dict[str, Any]) -> None:
-    """Write the record to metrics.jsonl and the logger, and print its line."""
+    """Write the record to metrics.jsonl and to the logger, and print its log line."""
     for write in run.metric_writers:
         write(record)
     print_record(run, record)
 
 
 def print_record(run: Run, record: dict[str, Any]) -> None:
-    """Print the record's line for the user."""
+    """Print the log line of a record, and store the time."""
     run.process.print0(format_line(record, run.args.num_steps))
     run.last_log_time = time.perf_counter()
 
 
 def log_overdue(run: Run) -> bool:
-    """Return whether the next step would end more than SILENCE seconds after the last log line, and
-    no progress bar is shown.
+    """Return True if no progress bar is shown and the next step would end more than SILENCE seconds
+    after the last log line. In this case the loop logs the present step.
 
-    Only rank 0 decides. With --log-interval 0 no such line is wanted.
+    Only rank 0 decides this; other ranks return False. With --log-interval 0 the result is always
+    False.
     """
     if run.process.rank > 0 or sys.stderr.isatty() or run.args.log_interval == 0:
         return False
@@ -199,10 +209,11 @@ def log_overdue(run: Run) -> bool:
 
 
 def mean_of_recent(run: Run, record: dict[str, Any]) -> str:
-    """Return the mean training loss of the last steps, as text. Without such steps, because only an
-    evaluation was left, return the loss of `record`. All processes call it."""
+    """Return the mean training loss of the last steps as text. If this process ran no step, because
+    only an evaluation was left, return the loss of `record`. All processes must call this
+    together."""
     values = [loss for losses in run.recent_losses for loss in losses.tolist()]
-    # Updates with other losses were skipped.
+    # Leave out infinite losses and NaNs: the updates of their steps were skipped.
     finite = [loss for loss in values if math.isfinite(loss)]
     total, count = run.process.all_reduce_sum([sum(finite), len(finite)])
     if not count:
@@ -211,22 +222,24 @@ def mean_of_recent(run: Run, record: dict[str, Any]) -> str:
 
 
 def sample_text(run: Run) -> str:
-    """Return a document sampled from its beginning; "" with --sample-tokens 0. The same run always
-    samples the same text."""
+    """Return a document that the model generates; "" with --sample-tokens 0. The same run always
+    generates the same text, because the random generator is seeded with --seed."""
     if run.args.sample_tokens == 0:
         return ""
     torch.manual_seed(run.args.seed)
     start = torch.tensor([[run.data.tokenizer.eot_id]], device=run.process.device)
-    # Eager, because compiled blocks would be compiled again for each length of the text.
+    # Run eagerly, because compiled blocks would be compiled again for each length of the text.
     with run.autocast(), torch.compiler.set_stance("force_eager"):
         ids = run.model.generate(start, run.args.sample_tokens, temperature=0.8, top_k=40)
     return run.data.tokenizer.decode(ids[0, 1:].tolist())
 
 
 def describe_rescues(run: Run) -> str:
-    """Return "; ran out 2 times: none -> cheap -> full" for each distinct sequence of policies that
-    a process went through; "" if memory never ran out. All processes call it."""
-    before = [*filter(None, [run.process.last_out_of_memory()])]  # before a restart by torchrun
+    """Return how often memory ran out, and the policies that were used in turn, as text: "; ran out
+    2 times: none -> cheap -> full". Processes may differ: the text lists each distinct sequence of
+    policies. Return "" if memory never ran out. All processes must call this together."""
+    # The policy with which memory ran out before torchrun restarted this run, if there is one.
+    before = [*filter(None, [run.process.last_out_of_memory()])]
     chains = run.process.all_gather_object((*before, *run.rescues, run.model.config.recompute))
     return "".join(
         f"; ran out {(times := len(policies) - 1)} time{'s' * (times > 1)}: {' -> '.join(policies)}"
@@ -240,8 +253,8 @@ def describe_result(
 ) -> str:
     """Return the last lines of a run: loss, speed, memory, time, files, and the next command.
 
-    `record`: the last one. `sample`: generated text, or "". `seconds_before`: time before the first
-    step; `seconds`: time in total. All processes call it.
+    `record`: the last log record. `sample`: generated text, or "". `seconds_before`: time before
+    the first step. `seconds`: total time. All processes must call this together.
     """
     args = run.args
     tokens = tokens_per_step(args, run.process.replicas)
@@ -253,7 +266,8 @@ def describe_result(
         "",
         f"train    {mean_of_recent(run, record)}",
         f"val      loss {format_validation(record)}",
-        *([f"speed    {speed}"] if run.clock.steps else []),  # 0: only an evaluation was left
+        # Without steps, only an evaluation was left.
+        *([f"speed    {speed}"] if run.clock.steps else []),
         f"memory   peak {peak}{describe_rescues(run)}",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
         f"saved    {args.checkpoint_path}" + f", lowest validation loss: {best}" * best.exists(),

@@ -1,4 +1,5 @@
-"""Resume from a snapshot: find the file, restore the flags, check what has changed since."""
+"""Resume a run from a snapshot: find the file, restore flags and state, check what has changed
+since the save."""
 
 import argparse
 import os
@@ -12,13 +13,16 @@ from .optimizer import restore_optimizer
 from .run import Run
 from .snapshot import LoadedSnapshot, SnapshotError, State, peek, read_snapshot, sibling_path
 
-# Beside its data and its batch, these flags decide every weight of a run. So they must not change.
+# Flags that must not change when a run resumes. They decide the model's shape, the random numbers,
+# the optimizer and the tokens. (`check_resumable` checks the data and the batch.)
 FIXED = (
     "n_layers n_heads d_model d_ff seq_len max_position_embeddings dropout seed data_seed "
     "optimizer tokenizer_name vocab_size use_toy_data"
 ).split()
+# Flags that choose the data of a run.
 DATA = "train_data val_data val_ratio tokenizer_name vocab_size use_toy_data max_tokens".split()
-# If the flag on the left is typed, these flags of the snapshot are dropped, too.
+# Flag -> flags that it replaces. If the flag is typed now, the snapshot's values of the replaced
+# flags are dropped.
 REPLACES = {
     "amp_dtype": ["no_amp"],
     "no_amp": ["amp_dtype"],
@@ -27,9 +31,10 @@ REPLACES = {
 
 
 def load_newest(path: Path) -> LoadedSnapshot:
-    """Load the snapshot at `path`; if it is missing or damaged, load `.prev.pt`, else `.best.pt`.
+    """Load the snapshot at `path`. If this file is missing or damaged, load `.prev.pt`, or else
+    `.best.pt`.
 
-    Raises SnapshotError if none of them can be read.
+    Raises SnapshotError if none of the three can be read.
     """
     problems: list[str] = []
     for file in candidate_paths(path):
@@ -40,7 +45,8 @@ def load_newest(path: Path) -> LoadedSnapshot:
             continue
         why = f"{'; '.join(problems)}; taking {file}" if problems else ""
         return LoadedSnapshot(state, file, why)
-    # A new run cannot take the name of a file that is no snapshot (see `check_path`).
+    # If `path` exists, it is no readable snapshot, and a new run must not replace it (see
+    # `check_path`). So suggest another name.
     start = " under another name" if os.path.exists(path) else ""
     raise SnapshotError(
         f"--resume: {problems[0]}; start without --resume{start}, or name the file with "
@@ -49,42 +55,45 @@ def load_newest(path: Path) -> LoadedSnapshot:
 
 
 def candidate_paths(path: Path) -> tuple[Path, Path, Path]:
-    """Return the paths of a run's snapshots: the newest, the one before, the best."""
+    """Return the paths of a run's snapshots: the newest, the previous, and the best (lowest
+    validation loss)."""
     return path, sibling_path(path, ".prev.pt"), sibling_path(path, ".best.pt")
 
 
 def load_own_run(path: Path, run_id: str) -> LoadedSnapshot | None:
-    """Load the newest snapshot if the run `run_id` has saved one; else return None.
+    """Load the newest snapshot at `path` if the run `run_id` has saved a snapshot there; else
+    return None.
 
-    After a restart by torchrun the files are this run's own, or an older run's, from which it must
-    not resume. Raises SnapshotError as `load_newest` does.
+    When torchrun restarts a run, the files at `path` belong to this run or to an older run. The
+    restarted run must not resume from an older run's files. Raises SnapshotError as `load_newest`
+    does.
     """
     of_run = (state.get("run") == run_id for state in map(peek, candidate_paths(path)) if state)
     return load_newest(path) if any(of_run) else None
 
 
 def typed_flags(state: State) -> dict[str, Any]:
-    """Return the flags that were typed for the run of a snapshot; its other flags follow from them.
-
-    Keys are the names of flags without dashes, e.g. `n_layers`.
-    """
+    """Return the flags that were typed for the run of a snapshot, as a dict. Its keys are names
+    without dashes, e.g. `n_layers`. All other flags of that run follow from the typed flags."""
     saved = state["args"]
     if "typed" in state:
         return {name: saved[name] for name in state["typed"]}
-    # An older snapshot does not record which flags were typed, so all count. But a run's length is
-    # set by one flag: num_steps follows from another one of RUN_LENGTH_FLAGS, if there is any.
+    # An older snapshot does not record which flags were typed, so count all its flags as typed. But
+    # only one flag may set the length of a run. If the run had --num-tokens or --num-epochs, its
+    # num_steps was computed from that flag, so leave num_steps out.
     others = [name for name in RUN_LENGTH_FLAGS[1:] if saved.get(name) is not None]
     return {name: saved[name] for name in saved if name != "num_steps" or not others}
 
 
 def restore_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
-    """Give `args` the flags that the resumed run was started with; flags that are typed now win.
+    """Set in `args` the flags with which the resumed run was started. Flags that are typed now keep
+    their new values.
 
-    Raises SnapshotError if the snapshot has a flag that the parser rejects.
+    Raises SnapshotError if the parser rejects a flag of the snapshot.
     """
 
     def refuse(message: str) -> NoReturn:
-        """Raise SnapshotError in place of the parser's usual exit."""
+        """Raise SnapshotError where the parser would print the error and exit."""
         reason = message.removeprefix("argument ")
         raise SnapshotError(f"{resumed.path} is no MiniGPT snapshot (of its flags, {reason})")
 
@@ -98,9 +107,10 @@ def restore_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
 
 
 def check_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
-    """Raise SnapshotError if a flag of FIXED, which decide the run's weights, has changed."""
+    """Raise SnapshotError if a flag in FIXED has another value than in the resumed snapshot."""
     state = resumed.state
-    # These two may have the value that was typed for the old run, or the one that it resolved to.
+    # For these two flags, two values are valid: the value that was typed for the old run, and the
+    # value that the old run then used (a default, for example).
     resolved = {
         "tokenizer_name": state["tokenizer"].get("name"),
         "vocab_size": state["config"].get("vocab_size"),
@@ -116,15 +126,16 @@ def check_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
 
 
 def check_resumable(saved: State, now: State, path: Path) -> None:
-    """Raise SnapshotError if a run cannot resume because of its data or its batch.
+    """Raise SnapshotError if a run cannot resume because its data or its batch has changed.
 
-    `saved`: the state of the snapshot at `path`. `now`: `run_info` of this run.
+    `saved`: state of the snapshot at `path`. `now`: result of `setup.run_info` for this run.
 
-    These may change: flags that only decide how memory is spent (they change no result), learning
-    rate, number of steps, intervals, and the number of processes, if the batch of all processes
-    together stays the same. A text that was edited is accepted if the flags name the same files;
-    the run prints that the data changed. (`check_flags` checks the model's shape and all other
-    flags that must stay.)
+    The following may change: flags that only decide how memory is used (they change no result), the
+    learning rate, the number of steps, and the intervals of logs, evaluations and saves. The number
+    of processes may change if the batch of all processes together stays the same. The text in the
+    data files may change if the data flags still name the same files; then the run prints that the
+    data changed. (`check_flags` checks all other flags that must not change, such as the model's
+    shape.)
     """
     changed = [name for name in DATA if saved["args"].get(name) != now["args"][name]]
     if data_changed(saved, now) and changed:
@@ -146,23 +157,25 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
 
 
 def data_changed(saved: State, now: State) -> bool:
-    """Return True if the fingerprints of the data differ."""
+    """Return True if the data of the two states have different fingerprints."""
     return bool(saved["data"].get("fingerprint") != now["data"]["fingerprint"])
 
 
 def validation_key(state: State) -> tuple[object, object]:
-    """Return the data's fingerprint and --eval-tokens, which decide the validation windows.
+    """Return the data's fingerprint and --eval-tokens, which together decide the validation
+    windows.
 
-    If both are the same in two states, their validation losses can be compared. (--seq-len cannot
-    change.)
+    Validation losses of two states can be compared if both values are equal. (The windows also
+    depend on --seq-len, but --seq-len cannot change.)
     """
     return state["data"].get("fingerprint"), state["args"].get("eval_tokens")
 
 
 def changes(saved: State, now: State) -> list[str]:
-    """Return the flags that may change and did, as `--lr 0.001 -> 0.0001`, and the threads.
+    """Return the allowed changes of flags, as text such as `--lr 0.001 -> 0.0001`, and a change of
+    the number of CPU threads.
 
-    A changed length of the run is listed in steps.
+    If the run's length has changed, only the change of --num-steps is listed.
     """
     before, after = saved["args"], now["args"]
     unlisted = {"resume", "checkpoint_path", "model", "num_tokens", "num_epochs"}
@@ -178,7 +191,7 @@ def changes(saved: State, now: State) -> list[str]:
 
 
 def short(value: object) -> str:
-    """Return a flag's value as it is typed in a command line."""
+    """Return a flag's value as text for a command line."""
     if isinstance(value, list):
         return " ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -188,14 +201,14 @@ def short(value: object) -> str:
 def restore_model_and_optimizer(resumed: LoadedSnapshot, run: Run) -> None:
     """Copy weights, moments and loss scale from a snapshot into `run`.
 
-    Raises SnapshotError if they do not fit.
+    Raises SnapshotError if the snapshot does not fit the model or the optimizer of `run`.
     """
     state, local_shard = resumed.state, run.process.local_shard
     try:
         for name, weight in run.model.state_dict().items():
             weight.copy_(local_shard(state["model"][name], weight))
         restore_optimizer(run.optimizer, state["optimizer"], local_shard)
-        if state["scaler"] and run.scaler.is_enabled():  # it is empty unless that run had float16
+        if state["scaler"] and run.scaler.is_enabled():  # empty unless the saved run had float16
             run.scaler.load_state_dict(state["scaler"])
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError):
         raise SnapshotError(f"{resumed.path} does not fit this model: is it damaged?") from None

@@ -1,4 +1,4 @@
-"""Hold the state of a training run, and save it; repeat a step that runs out of memory."""
+"""Hold the state of a training run and save it; repeat a step that runs out of memory."""
 
 import argparse
 import math
@@ -26,84 +26,92 @@ from .metrics import Write, format_bytes
 from .process import OneProcess
 from .snapshot import State, save_snapshot
 
-# Number of first steps that are rehearsed. In the second step the optimizer's state and DDP's final
-# buckets take memory, too.
+# Number of steps at the start of a DDP run that are rehearsed (see `retry_with_less_memory`). Two
+# steps are needed, because the second step needs more memory: for the optimizer's state and DDP's
+# final buckets.
 N_REHEARSAL_STEPS = 2
 
 
 @dataclass
 class Run:
-    """State of one training run, shared by the loop and its functions."""
+    """State of one training run. The loop and its functions share it."""
 
     args: argparse.Namespace
     process: OneProcess
     data: Dataset
-    run_info: State  # the run's part of each snapshot: config, flags, tokenizer, data
+    run_info: State  # part of each snapshot: config, flags, tokenizer, data
     model: MiniGPT
     optimizer: torch.optim.Optimizer
     precision: torch.dtype
     train_batches: TrainBatches
     val_batches: ValBatches
     clock: StepClock
-    held_lock: IO[str] | None = None  # while it is open, no second run can write the same files
-    metric_writers: list[Write] = field(default_factory=list)  # write a log record; rank 0 only
+    held_lock: IO[str] | None = None  # while open, no second run can write to the same files
+    # Functions that write a log record; on rank 0 only.
+    metric_writers: list[Write] = field(default_factory=list)
     step: int = 0  # number of steps done; during a step, its number
-    saved_step: int = 0  # the step that --checkpoint-path holds, 0 = nothing saved by this run yet
-    # Time of the last save, else of the start, in seconds of `time.monotonic`.
+    saved_step: int = 0  # step of the snapshot at --checkpoint-path; 0: this run has not saved
+    # Time of the last save or, before that, of the start; in seconds of `time.monotonic`.
     last_save_time: float = field(default_factory=lambda: monotonic())
-    save_asked: bool = False  # a signal asked this process for a save that is not done yet
+    save_asked: bool = False  # True: a signal asked for a save, which is not done yet
     stopped_by: int = 0  # number of the signal that ended the run early, 0 = none
     best_val_loss: float = math.inf
-    # Losses of the last steps, each (A,) on the device, to average: one step's loss is noisy.
+    # Losses of the last 50 steps, each (A,) on the device; A = --grad-accum-steps. The end of the
+    # run prints their mean, because the loss of one step is noisy.
     recent_losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=50))
-    # Time of the last log line, else of the setup, in seconds of `time.perf_counter`.
+    # Time of the last log line or, before that, of the setup; in seconds of `time.perf_counter`.
     last_log_time: float = field(default_factory=lambda: time.perf_counter())
     # Log record of the step that the run resumed from, if that step has not been logged yet.
     resumed_record: dict[str, Any] = field(default_factory=dict)
-    # `next_smaller_step(policy, peak_bytes)` returns the step with the next policy that needs less
-    # memory than `policy`, whose peak was measured as `peak_bytes` (None: not measured). It returns
-    # None if no policy needs less, or if the memory cannot be predicted.
+    # Function (policy, peak_bytes) -> predicted step with the next policy that needs less memory
+    # than `policy`; None if no policy needs less. `peak_bytes`: measured peak of `policy`; None:
+    # not measured. The function may raise any error if the memory cannot be predicted.
     next_smaller_step: Callable[..., StepMemory | None] = lambda *_: None
-    # Raises UsageError if model.py is not exact with the model's policy.
+    # Function that raises UsageError if model.py gives other results with the model's present
+    # policy than without recompute.
     check: Callable[[], None] = lambda: None
-    # The policies with which memory ran out before the step was repeated with a deeper policy.
+    # Policies with which memory ran out. After each of them, the step was repeated with a deeper
+    # policy (one that needs less memory).
     rescues: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.wrapped: nn.Module = self.model  # the module that the loop calls, or DDP's wrapper
+        # The module that the loop calls: the model or, with DDP, its wrapper.
+        self.wrapped: nn.Module = self.model
         device, float16 = self.process.device.type, self.precision == torch.float16
         self.scaler = torch.amp.GradScaler(device, enabled=float16)
-        # The scaler allocates its tensors at its first use. In a step that could run out of memory.
+        # The scaler allocates its tensors when it is first used. Use it now, because in a step this
+        # allocation could run out of memory.
         self.scaler.scale(torch.zeros((), device=self.process.device))
 
     @cached_property
     def token_bytes(self) -> Tensor:
-        """Bytes of text that each token id stands for, (vocab_size,) int64, on the device."""
+        """Number of bytes of text of each token id, (vocab_size,) int64, on the device."""
         return torch.from_numpy(self.data.tokenizer.byte_lengths()).to(self.process.device)
 
     @property
     def micro_batches_per_step(self) -> int:
-        """Number of micro-batches in a step, in all processes together."""
+        """Number of micro-batches in a step, over all processes."""
         return self.args.grad_accum_steps * self.process.replicas
 
     def autocast(self) -> torch.autocast:
-        """Return a context in which matmuls run in the chosen precision; LayerNorm, softmax and
+        """Return a context in which matmuls run in the chosen precision. LayerNorm, softmax and
         loss stay in float32.
 
-        The weight cache is off. It would hold a low-precision copy of every weight until the end of
-        forward, to save casts that this model does not repeat.
+        autocast's weight cache is off. It would keep a low-precision copy of every weight until the
+        end of forward, so that a second use of the weight needs no second cast. But this model
+        casts no weight twice in a forward.
         """
         enabled = self.precision != torch.float32
-        dtype = self.precision if enabled else None  # autocast accepts no float32
+        dtype = self.precision if enabled else None  # autocast does not accept float32
         device_type = self.process.device.type
         return torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=False)
 
 
 def save(run: Run, path: Path, record: dict[str, Any]) -> None:
-    """Write a snapshot of the run to `path`. `record`: the log record of its step.
+    """Write a snapshot of the run to `path`. `record`: the log record of the present step.
 
-    All processes must call this together; rank 0 writes. Raises SaveError if the disk does not take
-    the snapshot.
+    All processes must call this together; rank 0 writes. Raises SaveError if the snapshot cannot be
+    written.
     """
     newest = path == run.args.checkpoint_path
     full_state = run.process.full_state_dict(run.model, run.optimizer)
@@ -122,29 +130,32 @@ def save(run: Run, path: Path, record: dict[str, Any]) -> None:
 
 
 def save_is_asked(run: Run) -> bool:
-    """Return True if a signal asked this process for a save, or if --save-minutes are over."""
+    """Return True if a signal asked this process for a save, or if the last save is --save-minutes
+    old."""
     minutes = run.args.save_minutes
     return run.save_asked or 0 < 60 * minutes <= monotonic() - run.last_save_time
 
 
-# ---- Out of memory in forward or backward: repeat both.
+# ---- If memory runs out in forward or backward, repeat both.
 #
-# Before its update, a step changes only gradients. Its data and its dropout masks follow from
-# (seed, id of the micro-batch), and no policy changes a bit of the result. So forward and backward
-# can be given up and repeated. The run ends with the same weights as a run that had the deeper
-# policy, or enough memory, from the start.
+# Before the update, a step changes only the gradients. A step's data and dropout masks are
+# functions of (seed, id of the micro-batch), and no policy changes a bit of the result. So forward
+# and backward can be discarded and repeated with a deeper policy (one that needs less memory). The
+# run ends with the same weights as a run that had the deeper policy, or enough memory, from the
+# start.
 
 
 def retry_with_less_memory(run: Run, accumulate: Callable[..., list[Tensor]]) -> list[Tensor]:
-    """Return `accumulate(run)`: a step's losses, after its forward and backward.
+    """Call `accumulate(run)`, which runs forward and backward of a step. Return its result, the
+    losses.
 
-    When memory runs out, repeat `accumulate` with a deeper policy, as often as necessary. Where
-    gradients are sent during backward (DDP), backward cannot be repeated. There the first
-    N_REHEARSAL_STEPS steps are rehearsed: run once without sending gradients, to find a policy that
-    fits.
+    When memory runs out, call `accumulate` again with a policy that needs less, as often as
+    necessary. With DDP, backward cannot be repeated, because DDP sends gradients during backward.
+    So with DDP each of the first N_REHEARSAL_STEPS steps is rehearsed: the step is first run once
+    without sending gradients, to find a policy that fits.
 
-    Raises MemoryError if no policy needs less memory, and the allocator's error if the step cannot
-    be repeated or --on-out-of-memory is stop.
+    Raises MemoryError if no policy needs less memory. Raises the allocator's error if the step
+    cannot be repeated, or with --on-out-of-memory stop.
     """
     if run.args.on_out_of_memory == "stop":
         return accumulate(run)
@@ -155,7 +166,8 @@ def retry_with_less_memory(run: Run, accumulate: Callable[..., list[Tensor]]) ->
 
 
 def attempt(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]:
-    """Return `accumulate(run)`; each time memory runs out, repeat it with the next policy."""
+    """Return `accumulate(run)`. Each time memory runs out, call `accumulate` again with the next
+    policy."""
     while True:
         try:
             return accumulate(run)
@@ -166,34 +178,40 @@ def attempt(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]
                 run.process.remember_out_of_memory(run.model.config.recompute)
                 raise
             message = str(error)
-        # Call this after the `except` block: inside it the traceback holds the frames, and the
-        # frames hold all tensors of the step.
+        # Call `go_deeper` after the `except` block. Inside the block, the error's traceback would
+        # keep the frames of the failed call alive, and the frames would keep all tensors of the
+        # step alive.
         go_deeper(run, message)
 
 
 def go_deeper(run: Run, message: str) -> None:
     """Free the memory of the failed attempt, and switch the model to the next policy.
 
-    `message`: of the error. Raises MemoryError with it if no policy needs less memory.
+    `message`: text of the out-of-memory error. If no policy needs less memory, raises MemoryError
+    with this text.
     """
     process, device, policy = run.process, run.process.device, run.model.config.recompute
     run.clock.discard_step()
     process.discard_gradients(run.optimizer)
-    # A backward that failed leaves its tasks in autograd's queue, and the tasks hold the graph
-    # (pytorch#82218). The next backward, which is this one, clears the queue.
+    # A backward that failed leaves tasks in autograd's queue, and the tasks keep the graph alive
+    # (pytorch#82218). The next backward clears the queue. So run a tiny backward here.
     torch.zeros((), device=device, requires_grad=True).backward()
     seen = None
     if device.type == "cuda":
-        # Offload may still be copying tensors that are already free. Before it unmaps their memory,
-        # the allocator waits for the compute stream only. So wait for all streams.
+        # With offload, another stream may still be copying tensors that are already freed. The
+        # allocator waits only for the compute stream before it unmaps their memory. So wait for all
+        # streams here.
         torch.cuda.synchronize(device)
         seen = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)  # so the next peak is the next policy's
-        torch.cuda.empty_cache()  # leaves whole free segments, not split by tensors of this step
+        # Measure the peak of the next policy from here on.
+        torch.cuda.reset_peak_memory_stats(device)
+        # Free the cached segments, which tensors of this step have split. The next attempt then
+        # gets whole segments.
+        torch.cuda.empty_cache()
     with run.clock.paused("plan"):
         step = take_next_policy(run, seen)
     if step is None:
-        process.remember_out_of_memory(policy)  # this process ends, and with it all others
+        process.remember_out_of_memory(policy)  # this process ends, so all others end, too
         raise MemoryError(message)
     run.clock.expect_peak(step.peak)
     taken = run.run_info["config"]["recompute"] = step.config.recompute
@@ -206,17 +224,18 @@ def go_deeper(run: Run, message: str) -> None:
 
 
 def take_next_policy(run: Run, seen: int | None) -> StepMemory | None:
-    """Give the model the next policy that needs less memory, and return its predicted step.
+    """Set the next policy that needs less memory in the model's config, and return the predicted
+    step with this policy.
 
-    `seen`: bytes of the failed policy's peak on the GPU; None if they were not measured. Returns
-    None if no policy needs less, or if planning fails, for lack of memory, too.
+    `seen`: measured peak bytes of the failed policy on the GPU; None: not measured. Returns None if
+    no policy needs less memory, or if planning fails. (Planning may run out of memory, too.)
     """
     config, policy = run.model.config, run.model.config.recompute
     with suppress(Exception):
         while step := run.next_smaller_step(policy, seen):
             policy, seen = step.config.recompute, None
             run.model.config = replace(config, recompute=policy)
-            with suppress(UsageError):  # a changed model.py may be exact with some policies only
+            with suppress(UsageError):  # a user's model.py may be exact with some policies only
                 run.check()
                 return step
     run.model.config = config
@@ -224,18 +243,19 @@ def take_next_policy(run: Run, seen: int | None) -> StepMemory | None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return True if `error` says that memory ran out.
+    """Return True if `error` means that memory ran out.
 
-    PyTorch's GPU allocator raises a class of its own; all other allocators only say it in their
-    message. cuBLAS, cuDNN and NCCL allocate their own buffers: when those fail the GPU is just as
-    full, and the same flags help.
+    PyTorch's GPU allocator raises torch.OutOfMemoryError. All other allocators raise general
+    errors, and only the message says that memory ran out. cuBLAS, cuDNN and NCCL allocate their own
+    buffers. If such an allocation fails, the GPU is just as full, and the same flags help.
     """
     messages = (
         "allocate memory|not enough memory|out of memory|OUT_OF_MEMORY|STATUS_ALLOC_FAILED"
-        "|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create"  # no room for its handle
+        "|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create"  # no memory for its handle
         "|Failed to CUDA [cm]alloc"  # NCCL
     )
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    # (A ValueError is a mistake of the user. It may name a file, and a file may have any name.)
+    # (A ValueError is a mistake of the user, not a lack of memory. Its message may contain a file
+    # name, and a file name may contain any words.)
     is_mistake = isinstance(error, ValueError)
     return known or not is_mistake and re.search(messages, str(error)) is not None

@@ -1,4 +1,4 @@
-"""Set up a run: data, model and optimizer, from scratch or from a snapshot."""
+"""Set up a run: data, model and optimizer, from the beginning or from a snapshot."""
 
 import argparse
 import copy
@@ -52,15 +52,19 @@ from .snapshot import (
     sibling_path,
 )
 
-# These flags may differ between processes; all other flags decide what is trained, or when
-# processes wait for each other. Paths differ between machines, and one machine may have "auto"
-# where another names a device or a dtype: the data and the choice are compared instead. With its
-# own memory budget each process may choose its own policy; where all need the same policy, the
-# smallest budget decides. Only rank 0 logs and profiles.
+# Flags that may differ between processes. All other flags decide what is trained, or when processes
+# wait for each other.
+#
+# Paths may differ between machines. With --device and --amp-dtype, one machine may have "auto"
+# where another names a device or a dtype. Instead of all these flags, the data and the chosen
+# device and dtype are compared. --memory-budget may differ if each process chooses its own policy;
+# if all need the same policy, the smallest budget decides. --log-to and --profile have an effect on
+# rank 0 only. (`typed` is the set of the typed flags.)
 MAY_DIFFER = set(
     "train_data val_data tokenizer_name checkpoint_path init_from device amp_dtype no_amp "
     "memory_budget log_to profile typed".split()
 )
+# Name in `Facts` -> advice if processes differ in this fact.
 HINTS = {
     "--checkpoint-path": "all must see the same snapshot, on a disk that they share",
     "--init-from": "all must start from the same weights",
@@ -70,22 +74,25 @@ HINTS = {
     "torch": "install the same on all machines",
     "the trainer": "start the same on all machines",
 }
-# A difference in these flags may follow from another flag (the warm-up from --num-tokens, for
-# example). So a difference in other flags is reported first.
+# Flags whose values may follow from another flag, as --warmup-steps follows from --num-tokens. If
+# processes differ in several flags, these are reported last, because another flag may be the cause.
 DERIVED_FLAGS = (
     "--data-seed --max-position-embeddings --num-steps --warmup-steps --lr --min-lr".split()
 )
-# Values that must be the same in all processes, by the name under which the user can change them.
+# Values that must be the same in all processes. The keys are names that the user knows, mostly
+# flags.
 Facts = dict[str, Any]
 
 
 def start_run(
     args: argparse.Namespace, make_process: Callable[[argparse.Namespace], OneProcess]
 ) -> Run:
-    """Set up the run that the flags ask for; with --resume the snapshot supplies untyped flags.
+    """Set up the run that the flags describe. With --resume, the snapshot supplies the flags that
+    are not typed.
 
-    All mistakes that a user can make are found here, before anything is written or trained.
-    Raises UsageError, DataError or SnapshotError, and PredictedOutOfMemory if a step can never fit.
+    All mistakes that a user can make are found here, before the run writes or trains anything.
+    Raises UsageError, DataError or SnapshotError for a mistake, and PredictedOutOfMemory if a step
+    needs more memory than the device has in total.
     """
     if args.resume and "init_from" in args.typed:
         raise UsageError("--init-from starts a run and --resume goes on with one: leave one out")
@@ -95,8 +102,8 @@ def start_run(
         resume.restore_flags(args, resumed)
     process = make_process(args)
     if resumed is None:
-        # If torchrun has restarted this run, resume from what the run itself has saved. The weights
-        # of --init-from are not needed then, and may have been deleted.
+        # If torchrun has restarted this run, resume from the snapshot that the run itself has
+        # saved. The weights of --init-from are not needed then, and may have been deleted.
         resumed = resume.load_own_run(args.checkpoint_path, process.run_id)
         if resumed is not None and args.init_from is not None:
             resume.restore_flags(args, resumed)
@@ -116,9 +123,10 @@ def start_run(
 
 
 def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None) -> Run:
-    """Make data, model and optimizer, and start from `origin`, a snapshot or pretrained weights.
+    """Make the data, the model and the optimizer of a run, and return the run.
 
-    `origin` None: draw the weights. Raises what `start_run` does.
+    `origin`: the snapshot or the pretrained weights from which the run starts; None: draw random
+    weights. Raises the errors of `start_run`.
     """
     resumed = origin if isinstance(origin, LoadedSnapshot) else None
     device, precision = process.device, choose_precision(args, process.device)
@@ -154,7 +162,7 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
     run.held_lock, run.next_smaller_step, run.check = held_lock, plan.next_smaller_step, check
     if resumed is not None:
         continue_from(resumed, run)
-    if process.rank == 0:  # only there, because `describe_run` reads files
+    if process.rank == 0:  # only on rank 0, because `describe_run` reads files
         process.print0(describe_run(run, plan.words, origin))
     if args.compile:
         compile_blocks(model)
@@ -167,11 +175,11 @@ def load_data_and_plan(
 ) -> tuple[Dataset, MemoryPlan]:
     """Load the data and predict the memory of a step; check that all processes train the same.
 
-    Encoding a long text (into data/cache) takes long. So the memory is predicted before, with the
-    largest vocabulary that the text can have, and all other mistakes are found before, too.
-    Raises what `start_run` does.
+    Encoding a long text (into data/cache) takes long. So all other mistakes are found before the
+    text is encoded. The memory is also predicted before, with the largest vocabulary that the text
+    can give. Raises the errors of `start_run`.
     """
-    process.init_process_group()  # until here each process worked alone; from here on together
+    process.init_process_group()  # before this call the processes cannot communicate
     check_same_on_all_ranks(
         process.all_gather_object(consistency_facts(args, process, precision, origin))
     )
@@ -184,21 +192,24 @@ def load_data_and_plan(
         plan = plan_memory(args, process, config, precision, held)
     data = process.run_on_all_ranks(lambda: find_data(args, process, origin))
     check_same_on_all_ranks(process.all_gather_object(data_consistency_facts(data)))
-    # (A trained bpe has fewer ids than --vocab-size if its text has too few pairs to merge.)
+    # (A trained bpe has fewer ids than --vocab-size if its training text has too few pairs to
+    # merge.)
     config = replace(plan.config, vocab_size=data.tokenizer.vocab_size)
     return data, plan._replace(config=config)
 
 
-# ---- Check that all processes train the same: each sends its facts, and rank 0's are compared.
+# ---- Check that all processes train the same. Each process sends its facts to all others. Then the
+# facts of each rank are compared with those of rank 0.
 #
-# Several machines are started by hand, each with its own command line and its own disk. If one of
-# them had another --lr, the weights would drift apart without an error.
+# A run on several machines is started by hand on each machine, and each machine has its own command
+# line and its own disk. If one machine had another --lr, the weights would drift apart without an
+# error.
 
 
 def consistency_facts(
     args: argparse.Namespace, process: OneProcess, precision: torch.dtype, origin: Origin
 ) -> Facts:
-    """Return all facts that must be the same in all processes, except those of the data."""
+    """Return all facts that must be the same in all processes, except the facts about the data."""
     snapshot = "no snapshot to go on from"
     if isinstance(origin, LoadedSnapshot):
         snapshot = f"step {origin.state['step']} of run {str(origin.state.get('run'))[:8]}"
@@ -215,13 +226,14 @@ def consistency_facts(
 
 
 def data_consistency_facts(data: Dataset) -> Facts:
-    """Return the facts of the data that must be the same in all processes."""
+    """Return the facts about the data that must be the same in all processes."""
     prints = f"{data.fingerprint[:8]} {data.tokenizer.fingerprint[:8]}"
     return {"--train-data": f"{data.description}, fingerprint {prints}"}
 
 
 def check_same_on_all_ranks(of_each: list[Facts]) -> None:
-    """Raise UsageError for the first fact in which processes differ. `of_each`: facts by rank."""
+    """Raise UsageError for the first fact that differs between processes. `of_each`: facts by
+    rank."""
     first = of_each[0]
     for name in sorted(first, key=DERIVED_FLAGS.__contains__):
         for rank, facts in enumerate(of_each):
@@ -235,7 +247,7 @@ def check_same_on_all_ranks(of_each: list[Facts]) -> None:
 
 
 def max_vocab_size(args: argparse.Namespace, origin: Origin) -> int:
-    """Return the largest number of token ids that the run can have, without reading its data.
+    """Return the largest vocabulary size that the run can have, without reading the data.
 
     Raises DataError, or SnapshotError as `tokenizer_of` does.
     """
@@ -244,9 +256,9 @@ def max_vocab_size(args: argparse.Namespace, origin: Origin) -> int:
 
 
 def tokenizer_of(origin: Origin) -> Tokenizer | None:
-    """Return the tokenizer of the snapshot or of the pretrained weights; None if there is none.
+    """Return the tokenizer of a snapshot or of pretrained weights; None if `origin` is None.
 
-    Raises SnapshotError if the snapshot holds no valid tokenizer.
+    Raises SnapshotError if the snapshot contains no valid tokenizer.
     """
     if not isinstance(origin, LoadedSnapshot):
         return origin.tokenizer if origin else None
@@ -257,9 +269,10 @@ def tokenizer_of(origin: Origin) -> Tokenizer | None:
 
 
 def archive_and_open_logs(run: Run) -> None:
-    """Rename an older run's files and open metrics.jsonl, on rank 0: the run's first writes.
+    """On rank 0, rename the files of an older run, and open metrics.jsonl and the logger of
+    --log-to.
 
-    Also opens the logger of --log-to.
+    Before this call, a new run has written none of its files except the lock.
     """
     path = run.args.checkpoint_path
     if run.process.rank == 0:
@@ -272,9 +285,9 @@ def archive_and_open_logs(run: Run) -> None:
 
 
 def find_data(args: argparse.Namespace, process: OneProcess, origin: Origin = None) -> Dataset:
-    """Return the data that the flags of the group "data" ask for.
+    """Return the data that the flags of the group "data" describe.
 
-    The text is encoded with `tokenizer_of(origin)`, if there is one. Raises DataError, or
+    If `origin` has a tokenizer, the text is encoded with that tokenizer. Raises DataError, or
     SnapshotError as `tokenizer_of` does.
     """
     flags = {name: getattr(args, name) for name in [*resume.DATA, "data_seed", "seq_len"]}
@@ -284,11 +297,12 @@ def find_data(args: argparse.Namespace, process: OneProcess, origin: Origin = No
 def run_info(
     args: argparse.Namespace, process: OneProcess, config: MiniGPTConfig, data: Dataset
 ) -> State:
-    """Return the part of a snapshot that identifies its run, in plain types, without tensors."""
-    # (--profile belongs to one start of the run, not to the run: --resume does not restore it.)
+    """Return the part of a snapshot that identifies its run. This part has plain types only, no
+    tensors."""
+    # (--profile is for one start of the run only, so --resume does not restore it.)
     flags = {name: v for name, v in vars(args).items() if name not in ("typed", "profile")}
     flags["checkpoint_path"] = str(args.checkpoint_path)
-    for name in ("train_data", "val_data"):  # absolute: --resume may run in another folder
+    for name in ("train_data", "val_data"):  # absolute, because --resume may run in another folder
         flags[name] = flags[name] and [os.path.abspath(path) for path in flags[name]]
     flags["init_from"] = args.init_from and os.path.abspath(args.init_from)
     return {
@@ -297,7 +311,8 @@ def run_info(
         "args": flags,
         "typed": sorted(args.typed & flags.keys()),
         "tokenizer": data.tokenizer.state(),
-        # CPU threads split a sum, so their number decides how it is rounded. On a GPU it does not.
+        # On a CPU, threads split a sum, so the number of threads decides how the sum is rounded. On
+        # a GPU the number of threads has no effect.
         "threads": torch.get_num_threads() if process.device.type == "cpu" else None,
         "data": {
             "description": data.description,
@@ -310,8 +325,8 @@ def run_info(
 def continue_from(resumed: LoadedSnapshot, run: Run) -> None:
     """Give a new run the state of a snapshot: weights, optimizer, step, best validation loss.
 
-    If the snapshot is not the newest file of the run, it becomes that. Raises SnapshotError if the
-    snapshot does not fit.
+    If the snapshot is not the file at --checkpoint-path, it is copied there, and becomes the
+    newest. Raises SnapshotError if the snapshot does not fit.
     """
     args, process = run.args, run.process
     resume.restore_model_and_optimizer(resumed, run)
@@ -319,8 +334,8 @@ def continue_from(resumed: LoadedSnapshot, run: Run) -> None:
     record = resumed.state.get("record", {})
     if resumed.path != args.checkpoint_path and process.rank == 0:
         promote_snapshot(resumed.path, args.checkpoint_path)
-    # A snapshot is written before its step is evaluated and logged. Look in the log, which only
-    # rank 0 has, whether that was still done.
+    # A snapshot is written before its step is evaluated and logged. The log, which only rank 0 has,
+    # tells whether the step was logged before the run ended.
     log = sibling_path(args.checkpoint_path, ".metrics.jsonl")
     logged = (
         process.all_gather_object(process.run_on_rank0(lambda: logged_at(run.step, log)))[0] or {}
@@ -332,10 +347,11 @@ def continue_from(resumed: LoadedSnapshot, run: Run) -> None:
 
 # ---- Check the policies against model.py, which a user may have changed.
 #
-# A policy calls the parts of a block and has no arithmetic of its own, so it follows a changed
-# part. But a recompute must give the same results as forward, and some lines prevent that: a random
-# number although config.dropout is 0, for example, or a counter of calls. And the chunked loss is
-# in memory/head.py, apart from model.py. So each technique is compared with model.py without it.
+# A policy only calls the parts of a block, and has no arithmetic of its own. So a change to a part
+# is also a change under each policy. But a recompute must give the same results as forward, and
+# some changes prevent this: for example, a random number although config.dropout is 0, or a counter
+# of calls. Also, the chunked loss is written separately, in memory/head.py. So each technique is
+# compared with model.py without the technique.
 
 N_CHECK_TOKENS = 8  # number of tokens in these comparisons
 
@@ -343,16 +359,17 @@ N_CHECK_TOKENS = 8  # number of tokens in these comparisons
 def check_techniques(
     model: MiniGPT, device: torch.device, precision: torch.dtype, shared: bool = False
 ) -> None:
-    """Compare the techniques that a model's config asks for with model.py without them.
+    """Compare the results of model.py with and without the memory techniques of the model's config.
 
-    One block of each kind runs forward and backward on a few tokens, with its policy and without.
-    Its result and all gradients must be equal to the bit; the loss and its gradients must be equal
-    up to rounding. The model may be on device "meta", and is not changed.
+    One block of each kind runs forward and backward on a few tokens, once with its policy and once
+    without. The results of both runs, and all gradients, must be equal to the bit. The loss and its
+    gradients must be equal up to rounding. The model may be on device "meta". The check does not
+    change the model.
 
-    `precision`: dtype of autocast; float32: no autocast. `shared`: processes share each
-    sequence, so a block may look at other tokens only in Attention.attend.
+    `precision`: dtype of autocast; float32: no autocast. `shared`: processes share each sequence,
+    so a block may look at other tokens only in Attention.attend.
 
-    Raises UsageError that names the difference and a remedy.
+    Raises UsageError, which names the difference and a remedy.
     """
     checked = set[Any]()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
@@ -375,7 +392,8 @@ def check_techniques(
 
 
 def check_ends(model: MiniGPT) -> None:
-    """Compare the order of blocks, the embedding lookup and the loss; see `check_techniques`."""
+    """Compare the order of the blocks, the embedding lookup and the loss with those of plain
+    model.py. See `check_techniques`."""
     ours, config, policy = cast(Any, model), model.config, model.config.recompute
     known = policy in ("none", "full") and config.mlp_chunks == 1
     if not known and [run for run, _ in ours.blocks_with_recompute.plain(model)] != [*model.blocks]:
@@ -402,7 +420,7 @@ def check_ends(model: MiniGPT) -> None:
 
 
 def module_settings(module: nn.Module) -> tuple:
-    """Return the type, the weights' shapes and the attributes of a module, to compare modules."""
+    """Return a module's type, the shapes of its weights, and its attributes, to compare modules."""
     shapes = [(name, weight.shape) for name, weight in module.named_parameters(recurse=False)]
     values = [(name, repr(its)) for name, its in vars(module).items() if not name.startswith("_")]
     return type(module), *shapes, *values
@@ -420,7 +438,8 @@ def new_block(model: MiniGPT, i: int, device: torch.device) -> Any:
 def compare_block(
     model: MiniGPT, i: int, policy: str, device: torch.device, precision: torch.dtype
 ) -> str:
-    """Return what differs between block `i` with a policy and without; "" if nothing does."""
+    """Run block `i` with `policy` and without it. Return the first difference as text; "" if there
+    is none."""
     config, block = replace(model.config, n_layers=1, recompute=policy), new_block(model, i, device)
     alone = SimpleNamespace(
         config=config, blocks=[block.train()], training=True, parameters=block.parameters
@@ -432,7 +451,8 @@ def compare_block(
     before = random.getstate()
 
     def run(calls: Iterable) -> list[Tensor]:
-        """Run forward and backward; return result, gradients and states of random generators."""
+        """Run forward and backward. Return the result, the gradients, and the states of the random
+        generators."""
         torch.manual_seed(0)
         random.seed(0)
         y, has_dropout = x * 1, config.dropout > 0
@@ -448,7 +468,8 @@ def compare_block(
         return [*tensors, default_generator(x.device).get_state(), torch.tensor(random.random())]
 
     try:
-        # (On a GPU fused attention adds in an order that varies from run to run.)
+        # (On a GPU, use the kernel MATH: a fused attention kernel adds in an order that varies from
+        # run to run.)
         with sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext():
             plain, recomputed = run([(block, False)]), run(model.blocks_with_recompute(alone))
         if (
@@ -463,8 +484,9 @@ def compare_block(
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     finally:
         random.setstate(before)
-    # If a recompute draws random numbers that config.dropout does not announce, the generators are
-    # in another state afterwards. So their states are compared, too.
+    # If a block draws random numbers although config.dropout is 0, the recompute draws more of
+    # them. Then the random generators are in another state afterwards. So compare their states,
+    # too.
     drawn = "what torch draws next", "what Python draws next"
     names = "its result", *(f"the gradient of {name}" for name in inputs), *drawn
     pairs = zip(names, plain, recomputed, strict=True)
@@ -472,7 +494,8 @@ def compare_block(
 
 
 def sees_others(model: MiniGPT, i: int, device: torch.device) -> bool:
-    """Return True if block `i` looks at other tokens, or at positions, outside of attention."""
+    """Return True if block `i` uses other tokens, or the position of a token, outside of
+    attention."""
     block = new_block(model, i, device).eval()
     x = torch.randn(1, N_CHECK_TOKENS, model.config.d_model, device=device)
     block.attn.attend = lambda qkv, kv_cache=None: qkv[..., : x.size(2)]
@@ -480,7 +503,8 @@ def sees_others(model: MiniGPT, i: int, device: torch.device) -> bool:
 
 
 def depends_on_earlier_tokens(run: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Return True if the last tokens' results change when the tokens before them are left out.
+    """Return True if the results for the last tokens change when the tokens before them are left
+    out.
 
     `run` maps x, (1, T, C), to a tensor of the same shape.
     """

@@ -1,6 +1,7 @@
-"""End a run: done, or stopped by a signal, by NaNs, by a full disk or memory, or by a mistake.
+"""End a run: because it is done, or because of a signal, NaNs, a full disk, a lack of memory or a
+mistake.
 
-Each end has its exit code, and one line that says how to go on.
+Each kind of end has its own exit code, and prints one line that says how to go on.
 """
 
 import argparse
@@ -35,22 +36,23 @@ def run_safely(
     train: Callable[[Run], dict[str, Any]],
     complain: Callable[[object], None] = print_error,
 ) -> int:
-    """Set up a run and `train` it; return the exit code.
+    """Set up a run and `train` it; return the exit code: 0 done, 2 bad input, 3 stopped safely, 4
+    out of memory, 128 + n stopped by signal n.
 
-    An error that is not a bug becomes one line, printed by `complain`, and an exit code: 0 done,
-    2 bad input, 3 stopped safely, 4 out of memory, 128 + n stopped by signal n. Any other error,
-    which is a bug, is raised.
+    If an error is not a bug, `complain` prints it as one line. Any other error is a bug, and is
+    raised.
     """
     run = None
     try:
         run = start_run(args, make_process)
-        with run.held_lock or nullcontext():  # (the process may start another run after this one)
+        # Unlock after the run, because this process may start another run.
+        with run.held_lock or nullcontext():
             try:
                 code = train_and_report(run, train)
             finally:
                 finish_wandb()
         process = run.process
-        run = None  # frees DDP's wrapper, which must end before its connections
+        run = None  # frees DDP's wrapper, which must be freed before its connections close
         process.close()
         return code
     except (UsageError, SnapshotError, NotFinite, PredictedOutOfMemory) as error:
@@ -73,16 +75,18 @@ def run_safely(
         line = peer_failure_message(error)
         if line is None:
             raise
-        # Every process prints its own line at once, because torchrun ends the other processes soon.
-        # (Without a run no hint: training may be done, as `run` is None after it, too.)
+        # Every process prints its own line at once, because torchrun will soon end the other
+        # processes. (If `run` is None, print no hint: training may be done, because `run` is None
+        # after training, too.)
         print_error(f"{line}; {resume_hint(run)}" if run else line)
         return 3
 
 
 def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
-    """Call `train` and print the last lines of the run; return the exit code, 0 or 128 + signal.
+    """Call `train` and print the last lines of the run. Return the exit code: 0, or 128 + signal
+    number.
 
-    If data cannot be read, save the finished steps (with one process) and raise DataError.
+    If data cannot be read, save the finished steps (only with one process), and raise DataError.
     """
     args, say = run.args, run.process.print0
     if run.step >= args.num_steps and not run.resumed_record:
@@ -95,8 +99,8 @@ def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
     first = run.step
     try:
         record = train(run)
-    except DataError:  # a data file has disappeared or became shorter: the weights are good
-        run.step = first + run.clock.steps  # the last step that was finished
+    except DataError:  # a data file was deleted or shortened; the weights are good
+        run.step = first + run.clock.steps  # the last finished step
         if run.step > run.saved_step and run.process.world_size == 1:
             save(run, args.checkpoint_path, {})
         raise
@@ -104,21 +108,21 @@ def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
         after = f"{signal.Signals(run.stopped_by).name} after step {run.step:,}"
         say(f"stopped  {after}: saved; go on with --resume: {resume_command(run)}")
         return 128 + run.stopped_by
-    text = sample_text(run)  # in all processes: the forward of a sharded model needs all
+    text = sample_text(run)  # on all ranks, because the forward of a sharded model needs all
     seconds = time.perf_counter() - PROCESS_START
     say(describe_result(run, record, text, seconds_before, seconds))
     return 0
 
 
 class Signals:
-    """Context around training that receives signals.
+    """Context manager that handles signals during training.
 
-    Ctrl-C (SIGINT), a cluster's SIGTERM, and a closed terminal's SIGHUP (ignored under `nohup`) ask
-    the run to stop. SIGUSR1 asks it to save and go on.
+    Three signals ask the run to stop: SIGINT (Ctrl-C), SIGTERM (from a cluster) and SIGHUP (from a
+    closed terminal; ignored under `nohup`). SIGUSR1 asks the run to save and to go on.
 
-    A signal may come anywhere in a step, so the handler only sets a variable, and prints a line,
-    as a step may take long. A second Ctrl-C or SIGTERM ends the process at once, as it would
-    without this context.
+    A signal may come anywhere in a step. So the handler only sets a variable, which the loop reads
+    at the end of the step. The handler also prints a line, because the step may take long. A second
+    Ctrl-C or SIGTERM ends the process at once, which is the default action of these signals.
     """
 
     def __init__(self, run: Run):
@@ -134,19 +138,20 @@ class Signals:
         return self
 
     def on_signal(self, number: int, frame: object) -> None:
-        """Record signal `number` for the end of this step; print a line on rank 0."""
+        """Store the signal `number`, which the loop reads at the end of the step. Print a line on
+        rank 0."""
         name = signal.Signals(number).name
         if name == "SIGUSR1":
             self.run.save_asked = True
             line = "saving   after this step, and going on"
         else:
             self.received = number
-            is_hangup = name == "SIGHUP"  # ignored: shell and system may both send it
+            is_hangup = name == "SIGHUP"  # shell and system may both send SIGHUP: ignore the second
             signal.signal(number, signal.SIG_IGN if is_hangup else signal.SIG_DFL)
             again = "" if is_hangup else "; again to stop at once"
             line = f"stopping finishing this step and saving{again}"
         if self.run.process.rank == 0:
-            with suppress(OSError):  # not print: the signal may have interrupted a print
+            with suppress(OSError):  # not `print`: the signal may have interrupted a `print`
                 os.write(2, f"\n{line}\n".encode())
 
     def __exit__(self, *exception: object) -> None:
@@ -155,50 +160,56 @@ class Signals:
 
 
 class NotFinite(Exception):
-    """Loss or gradients were infinite or NaN in several steps in a row; training cannot go on."""
+    """Error: loss or gradients were infinite or NaN in several steps in a row. Training cannot go
+    on."""
 
 
 def nan_if_infinite(loss: Tensor) -> Tensor:
-    """Return `loss`, (), unchanged if it is finite; else a loss whose gradients are all NaN.
+    """Return the scalar `loss` unchanged if it is finite; else return a loss whose gradients are
+    all NaN.
 
-    An infinite loss can have finite gradients (if the right token's logit is -inf). Then their norm
-    would be finite, too, and the update would not be skipped. So the loss is multiplied by
-    loss * 0 + 1: that is exactly 1 if the loss is finite, else NaN.
+    An infinite loss can have finite gradients (if the logit of the right token is -inf). Then the
+    norm of the gradients would also be finite, and the update would not be skipped. So the loss is
+    multiplied by the factor loss * 0 + 1. The factor is exactly 1 if the loss is finite, else NaN.
     """
     return loss * (loss.detach() * 0 + 1)
 
 
 class SkippedUpdates:
-    """Count the updates that the device skipped in a row; Python sees each one a step later.
+    """Count the updates that the device skipped in a row. Python learns one step later whether an
+    update was skipped.
 
-    The gradients' norm decides whether an update is skipped, and it is in the device's memory. If
-    Python read it at once, Python would wait for the GPU in each step, and then the GPU for Python.
-    So the norm is copied in the background, and read during the next step, or earlier if it must be
-    known (`read_last`).
+    The norm of the gradients decides whether the device skips an update, and the norm is in the
+    device's memory. If Python read the norm at once, Python would wait for the GPU in each step,
+    and then the GPU would wait for Python. So the norm is copied to the CPU in the background, and
+    read during the next step. `read_last` reads the norm earlier, if the number of skips is needed
+    at once.
     """
 
     def __init__(self, run: Run):
         self.run, self.in_a_row = run, 0
-        self.unread: tuple[int, Tensor] | None = None  # the last step, and its norm
+        self.unread: tuple[int, Tensor] | None = None  # number and norm of the last step
         # (Only a copy from a GPU runs in the background. For other devices the event does nothing.)
         on_gpu = run.process.device.type == "cuda"
         self.copied = torch.cuda.Event() if on_gpu else torch.cpu.Event()
 
     def add(self, grad_norm: Tensor) -> None:
-        """Store the norm, (), of the step just done; read that of the step before (`read_last`)."""
+        """Store the scalar norm of the step that has just ended. First read the norm of the step
+        before."""
         self.read_last()
         self.unread = self.run.step, grad_norm.to("cpu", non_blocking=grad_norm.is_cuda)
         self.copied.record()
 
     def read_last(self) -> int:
-        """Return the number of updates skipped in a row, up to the last step; wait for that step.
+        """Wait for the last step. Return how many updates were skipped in a row, up to that step.
 
-        Prints one warning about each skip. Raises NotFinite after 3 skips in a row, with float16
-        after 20.
+        Prints one warning per skip. Raises NotFinite after 3 skips in a row; with float16, after
+        20.
 
-        A single bad batch is no reason to stop. With float16 some skips are normal: GradScaler
-        searches the largest scale that does not overflow, and overflows now and then. But from
-        65,536 down to 1 it needs 16 halvings, so a longer series has another cause.
+        The limit is not 1, because a single bad batch is no reason to stop. With float16 some skips
+        are normal: GradScaler searches for the largest loss scale without overflow, so there is an
+        overflow now and then. From its first scale, 65,536, down to 1 GradScaler needs 16 halvings.
+        So more than 16 skips in a row have another cause.
         """
         if self.unread is None:
             return self.in_a_row
@@ -223,12 +234,13 @@ class SkippedUpdates:
 
 
 def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> str:
-    """Return the settings with which memory ran out, and the first change that could help."""
+    """Return the settings with which memory ran out, and the first change that could help, as
+    text."""
     if run is None:
         return f"{settings(args)}; try a smaller model (--n-layers), or less data (--max-tokens)"
     less = None
     policy = run.model.config.recompute
-    with suppress(Exception):  # planning may fail for lack of memory, too
+    with suppress(Exception):  # planning may run out of memory, too
         less = run.next_smaller_step(policy)
     back = f"; {resume_hint(run)}" if run.saved_step else ""
     now = settings(with_flags(args, use_activation_checkpoint=policy))
@@ -237,9 +249,9 @@ def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> st
 
 
 def resume_hint(run: Run | None) -> str:
-    """Return a hint how to continue: `run` stopped, or, if None, never began.
+    """Return a hint how to continue after `run` has stopped. `run` is None if the run never began.
 
-    A command to paste, if any, stands last.
+    If the hint contains a command to paste, the command stands at the end.
     """
     if run and run.saved_step:
         saved = f"{run.args.checkpoint_path}, step {run.saved_step}"

@@ -1,20 +1,21 @@
-"""Save and load snapshots: one file that holds everything a run needs to resume.
+"""Save and load snapshots. A snapshot is one file that contains everything that a run needs to
+resume.
 
-A run never overwrites the files of another run. Before it starts, it checks that it may write to
-its path (`check_path`), locks the path (`claim`), and renames the files that an older run left
-there (`rename_older_run`).
+A run never overwrites the files of another run. Before a run starts, it checks that its path may be
+written (`check_path`), and locks the path (`claim`). Then the run renames the files that an older
+run left there (`rename_older_run`).
 
-A snapshot is a dict of plain types and tensors. `torch.save` writes it, and it is read with
-`weights_only=True`, so opening a file from another person never runs code in it. The file that
-`--checkpoint-path` names is the newest snapshot. Beside it, with the same stem, are `.prev.pt` (the
-snapshot before) and `.best.pt` (lowest validation loss).
+A snapshot is a dict of plain types and tensors. `torch.save` writes the dict. `torch.load` reads it
+with `weights_only=True`, so opening a file from another person never runs code in the file. The
+newest snapshot is at `--checkpoint-path`. Two more files beside it have the same stem: `.prev.pt`
+is the previous snapshot, and `.best.pt` is the one with the lowest validation loss.
 
-A snapshot is written before its step is evaluated and logged. Its `record` is the log record of the
-step, so that a resumed run can log it. Its `run` is the id of the run, for restarts by torchrun
-(resume.load_own_run).
+A snapshot is written before its step is evaluated and logged. So the key `record` holds the step's
+log record, and a resumed run can log that step. The key `run` holds the id of the run. By this id,
+a run that torchrun has restarted recognises its own snapshots (resume.load_own_run).
 
-A snapshot holds *no* random-number state and *no* position in the data. Both are functions of the
-step (see `train_minimal.accumulate`), so they need not be saved and cannot be restored wrongly.
+A snapshot contains *no* random-number state and *no* position in the data. Both are functions of
+the step (see `train_minimal.accumulate`), so they need not be saved and cannot be restored wrongly.
 """
 
 import errno
@@ -38,8 +39,8 @@ from torch.utils._pytree import tree_leaves
 
 State = dict[str, Any]
 
-# Keys that a run needs to resume. With `config`, `args` and `tokenizer` scripts/generate.py needs
-# no file but the snapshot.
+# Keys that every snapshot must have -> type of the value. A run needs all of these keys to resume.
+# scripts/generate.py needs no file but the snapshot, because of `config` and `tokenizer`.
 KEY_TYPES = {
     "model": dict,
     "optimizer": dict,
@@ -51,24 +52,26 @@ KEY_TYPES = {
     "data": dict,
     "best_val_loss": float,
 }
-# Paths that differ only in their ending have the same log and the same lock.
+# Endings of snapshot names. Paths that differ only in this ending have the same log and the same
+# lock.
 ENDINGS = ("", ".pt", ".pth", ".ckpt")
 # Other files of a run, beside its newest snapshot (see `sibling_path`): snapshots and logs.
 SIBLING_SUFFIXES = (".prev.pt", ".best.pt", ".metrics.jsonl", ".trace.json", ".tensorboard")
 
 
 class SnapshotError(ValueError):
-    """A snapshot cannot be written, read or resumed; the message has the reason and a remedy."""
+    """A snapshot cannot be written, read or resumed. The message gives the reason and a remedy."""
 
 
 class SaveError(Exception):
-    """A save failed: the disk is full, or gone. Earlier snapshots are untouched."""
+    """A save failed, because the disk is full or gone. Earlier snapshots are unchanged."""
 
 
 def sibling_path(path: Path, suffix: str) -> Path:
-    """Return `path` with another ending: `checkpoints/run.pt` and `.prev.pt` give
+    """Return `path` with `suffix` in place of its ending: `checkpoints/run.pt` and `.prev.pt` give
     `checkpoints/run.prev.pt`."""
-    # `lr0.01` and `lr0.02` are two runs: the text after the last dot is not always an ending.
+    # Only ENDINGS count as endings. The text after the last dot may belong to the name: `lr0.01`
+    # and `lr0.02` are two runs.
     ending = next(ending for ending in reversed(ENDINGS) if path.name.endswith(ending))
     return path.with_name(path.name.removesuffix(ending) + suffix)
 
@@ -81,9 +84,10 @@ def is_sibling(path: Path) -> bool:
 def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None:
     """Write `state` to `path` so that a crash at any moment leaves a complete snapshot.
 
-    The old snapshot is never overwritten: a process that died during that would have lost the run.
-    The new file is first complete and on the disk (fsync); then a rename, which is atomic, gives it
-    its name. With `keep_previous` the old file becomes `.prev.pt`.
+    The old snapshot is never overwritten: if a process died while it overwrote the file, the run
+    would be lost. First the new file is written completely, under a temporary name, and forced to
+    the disk (fsync). Then an atomic rename gives the file its final name. With `keep_previous`, the
+    old file becomes `.prev.pt`.
 
     Raises SaveError if the file cannot be written.
     """
@@ -100,35 +104,39 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
 
 
 def bytes_of(state: State) -> int:
-    """Return the bytes of all tensors in `state`."""
+    """Return the total size of all tensors in `state`, in bytes."""
     return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
 
 
 def temporary_name(path: Path) -> Path:
-    """Return the path to which this process writes a file before it renames it to `path`."""
+    """Return the temporary path to which this process writes a file before it is renamed to
+    `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 @contextmanager
 def atomic_write(path: Path, n_bytes: int) -> Iterator[Path]:
-    """Yield a temporary path to write to; then rename that file to `path`.
+    """Yield a temporary path to write to. At the end of the `with` block, rename that file to
+    `path`.
 
-    After a failure the temporary file is deleted. Raises SaveError, with the operating system's
-    reason and, if the disk is full, with the `n_bytes` that are needed.
+    After a failure the temporary file is deleted. Raises SaveError with the reason that the
+    operating system gives. If the disk is full, the message also says that `n_bytes` are needed.
     """
-    # Each process has its own temporary name: without locks two runs may save to the same path.
+    # Each process has its own temporary name, because without locks two runs may save to the same
+    # path.
     temporary = temporary_name(path)
     try:
         yield temporary
         os.replace(temporary, path)
-        if os.name == "posix":  # a rename is on the disk only when its folder is
+        if os.name == "posix":  # a rename is on the disk only after an fsync of its folder
             folder = os.open(path.parent, os.O_RDONLY)
             os.fsync(folder)
             os.close(folder)
     except BaseException as error:
         with suppress(OSError):  # the folder may be gone
             temporary.unlink(missing_ok=True)
-        # torch.save raises "unexpected pos ..."; the real reason is the error that it was handling.
+        # torch.save raises "unexpected pos ..." while it handles another error. That other error is
+        # the real reason.
         reason = error if isinstance(error, OSError) else error.__context__
         if isinstance(reason, OSError):
             raise SaveError(cannot_save(path, reason, n_bytes)) from None
@@ -136,7 +144,8 @@ def atomic_write(path: Path, n_bytes: int) -> Iterator[Path]:
 
 
 def cannot_save(path: Path, error: OSError, n_bytes: int) -> str:
-    """Return an error line: the file, the reason and, on a full disk, the MB needed and free."""
+    """Return an error line with the file and the reason; for a full disk, also the MB needed and
+    free."""
     reason = error.strerror or str(error)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"cannot save {path}: {reason}"
@@ -150,11 +159,11 @@ def cannot_save(path: Path, error: OSError, n_bytes: int) -> str:
 
 
 def read_snapshot(path: Path) -> State:
-    """Read a snapshot file into CPU memory.
+    """Read a snapshot file into CPU memory and return its state.
 
-    A copy on the GPU, beside model and optimizer, would take their memory a second time. The
-    checksums in the file are verified first: `torch.save` writes them, but
-    `torch.load` ignores them, and would accept a flipped bit in a weight.
+    The tensors do not go to the GPU: beside the model and the optimizer, they would take the same
+    memory a second time. First the checksums in the file are verified. `torch.save` writes
+    checksums, but `torch.load` ignores them, and would accept a flipped bit in a weight.
 
     Raises SnapshotError if the file is missing, damaged, or no snapshot of this project.
     """
@@ -174,7 +183,7 @@ def read_snapshot(path: Path) -> State:
         raise
     except OSError as error:
         raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from None
-    except Exception:  # zipfile and torch raise many types of errors for a damaged file
+    except Exception:  # for a damaged file zipfile and torch raise many types of errors
         raise SnapshotError(f"{path} is no snapshot, or a damaged one") from None
     if strange := find_defect(state):
         raise SnapshotError(f"{path} is no MiniGPT snapshot (no {strange}, or a strange one)")
@@ -182,14 +191,16 @@ def read_snapshot(path: Path) -> State:
 
 
 def load_weights_only(file: Path | BinaryIO, device: str) -> Any:
-    """Load a file of torch.save that holds only plain data and tensors."""
-    with warnings.catch_warnings():  # torch warns of programs and sparse tensors: not in snapshots
+    """Load a file that torch.save has written, if it contains only plain data and tensors."""
+    # torch warns about programs and sparse tensors, which snapshots do not contain.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.load(file, map_location=device, weights_only=True)
 
 
 def find_defect(state: Any) -> str | None:
-    """Return the first key of KEY_TYPES that is missing in `state`, or has another type."""
+    """Return the first key of KEY_TYPES that is missing in `state` or has a value of another type;
+    None if there is no such key."""
     for key, kind in KEY_TYPES.items():
         if not isinstance(state, dict) or not isinstance(state.get(key), kind):
             return key
@@ -197,10 +208,10 @@ def find_defect(state: Any) -> str | None:
 
 
 def check_shapes(path: Path, weights: State, model: State) -> None:
-    """Raise SnapshotError unless `weights` have the names and shapes that `model` has.
+    """Raise SnapshotError unless `weights` and `model` have the same names and shapes.
 
-    `weights`: state dict in a snapshot, or in a folder of GPT-2. `model`: the state dict that
-    model.py makes for the file's configuration.
+    `weights`: state dict in a snapshot, or in a folder of GPT-2. `model`: state dict that model.py
+    makes for the configuration in that file.
     """
     for name in model | weights:
         wants, has = describe_weight(model.get(name)), describe_weight(weights.get(name))
@@ -212,7 +223,8 @@ def check_shapes(path: Path, weights: State, model: State) -> None:
 
 
 def describe_weight(weight: object) -> str:
-    """Return a weight's type and shape in words, to compare them; all float dtypes are alike."""
+    """Return a weight's type and shape in words, to compare weights. All float dtypes give the same
+    words."""
     if weight is None:
         return "nothing"
     if not isinstance(weight, torch.Tensor) or weight.layout != torch.strided:
@@ -222,7 +234,8 @@ def describe_weight(weight: object) -> str:
 
 
 def peek(path: Path) -> State:
-    """Read a snapshot without the values of its tensors (many GB): tensors are on device "meta".
+    """Read a snapshot without the values of its tensors, which may be many GB. The tensors are on
+    device "meta".
 
     Returns {} if the file is no snapshot.
     """
@@ -231,7 +244,7 @@ def peek(path: Path) -> State:
             with open(path, "rb") as file, skip_data():
                 state: State = load_weights_only(file, "meta")
             return {} if find_defect(state) else state
-    except Exception:  # as in `read_snapshot`
+    except Exception:  # (many types of errors, as in `read_snapshot`)
         pass
     return {}
 
@@ -242,7 +255,7 @@ class LoadedSnapshot:
 
     state: State
     path: Path
-    why: str = ""  # the reason why `path` is not the file that --checkpoint-path names
+    why: str = ""  # why `path` is not the file that --checkpoint-path names
 
 
 # ---- The path of a run
@@ -259,10 +272,10 @@ def files_of(path: Path) -> list[Path]:
 
 
 def check_path(path: Path, resuming: bool) -> None:
-    """Raise SnapshotError if a run may not use `path`. Writes nothing.
+    """Raise SnapshotError if a run may not use `path`. This function writes nothing.
 
-    A new run may not take the place of a file that is no snapshot: a typing error must not cost a
-    user that file. And no run may use a name whose log, lock or older snapshots another run has.
+    A new run may not replace a file that is no snapshot, because a typing error must not cost a
+    user that file. No run may use a path if another run has the same log, lock or older snapshots.
     """
     if is_sibling(path):
         raise path_error(f"{path} is another run's second file; copy it to a name of its own")
@@ -274,13 +287,14 @@ def check_path(path: Path, resuming: bool) -> None:
 
 
 def claim(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
-    """Make the folder of `path` and lock the files of a run that is about to start.
+    """Make the folder of `path`, and lock the files of a run that is about to start. Return the
+    open lock file.
 
-    Returns the open lock file. Keep it open while the run lives; the kernel releases the lock when
-    this process ends.
+    Keep the lock file open while the run lives. The kernel releases the lock when this process
+    ends.
 
-    Raises SnapshotError if snapshots cannot be written there (better now than hours later), if
-    another run holds the lock, or if another run has saved since `resumed` was read.
+    Raises SnapshotError if snapshots cannot be written there (it is better to fail now than hours
+    later), if another run has the lock, or if another run has saved since `resumed` was read.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -306,10 +320,11 @@ def claim(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
 
 
 def rename_older_run(path: Path) -> None:
-    """Rename the files of an older run at `path` (see `archived_path`), for a new run there.
+    """Rename the files of an older run at `path` (see `archived_path`), so that a new run can use
+    `path`.
 
-    No file is deleted or overwritten: the user may only have forgotten --resume, or may need those
-    weights later. Raises SnapshotError if a file cannot be renamed.
+    No file is deleted or overwritten: the user may only have forgotten --resume, or may need the
+    old weights later. Raises SnapshotError if a file cannot be renamed.
     """
     aside = archived_path(path)
     if aside is None:
@@ -327,10 +342,11 @@ def rename_older_run(path: Path) -> None:
 
 
 def archived_path(path: Path) -> Path | None:
-    """Return the new path for the older run at `path`, e.g. `run.2026-11-22-101500.pt`.
+    """Return the new path for an older run at `path`, e.g. `run.2026-11-22-101500.pt`.
 
-    The time is that of its last save, or of its last log line if it saved nothing. Returns None if
-    there is no older run. (A run killed before its first log line leaves empty files.)
+    The time in the new name is that of the older run's last save or, if it saved nothing, of its
+    last log line. Returns None if there is no older run. (Empty files do not count: a run that is
+    killed before its first log line leaves empty files.)
     """
     existing = [file for file in files_of(path) if os.path.lexists(file)]
     if not any(file.lstat().st_size for file in existing):
@@ -340,17 +356,18 @@ def archived_path(path: Path) -> Path | None:
 
 
 def unused_path(path: Path, suffix: str) -> Path:
-    """Return the first of `runSUFFIX.pt`, `runSUFFIX-2.pt`, ... that no run uses."""
+    """Return the first path of `runSUFFIX.pt`, `runSUFFIX-2.pt`, ... at which no run has files."""
     numbered = (f"-{number}" * (number > 1) for number in count(1))
     names = (sibling_path(path, f"{suffix}{number}.pt") for number in numbered)
     return next(name for name in names if not any(map(os.path.lexists, files_of(name))))
 
 
 def promote_snapshot(source: Path, path: Path) -> None:
-    """Copy the snapshot `source`, from which a run resumes, to `path`, as the newest of the run.
+    """Copy the snapshot `source`, from which a run resumes, to `path`, so that it becomes the run's
+    newest snapshot.
 
-    If there is a file at `path`, it could not be read. It is renamed, not deleted: the disk may be
-    at fault, and the file intact.
+    A file that already exists at `path` could not be read. This file is renamed and not deleted,
+    because perhaps only the disk had a fault, and the file is intact.
     """
     if os.path.lexists(path):
         os.replace(path, unused_path(path, ".damaged"))
