@@ -1,13 +1,13 @@
-"""MiniGPT: the path of a tensor from token ids to the loss.
+"""MiniGPT: a GPT language model, from token ids to the loss.
 
-The architecture is GPT-2's (Radford et al., 2019): learned positions, pre-LayerNorm blocks, tanh
-GELU, biases, and a head that shares its weight with the token embedding.
+The architecture is GPT-2's (Radford et al., 2019): learned position embeddings, pre-LayerNorm
+blocks, tanh GELU, biases, and a head that shares its weight with the token embedding.
 
-Start at `MiniGPT.forward`. It is the whole model, and it has the line that this project is about:
-the call of `checkpoint`. This file needs only torch, and you can copy it alone. The folder memory/
-beside it adds techniques that keep less for backward. They are built on the methods of `Block`.
+Start at `MiniGPT.forward`, which runs the whole model. This project is about one line of it: the
+call of `checkpoint`. This file needs only torch, so you can copy it alone. The folder memory/ adds
+techniques that save more memory. Its recompute policies call the methods of `Block`.
 
-Shapes: B batch, T time (position), C channels (d_model), H heads, D = C / H, V vocabulary.
+Shapes: B batch size, T tokens per sequence, C channels (d_model), H heads, D = C / H, V vocabulary.
 """
 
 import importlib.util
@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# KV cache: of each Attention, keys and values (B, H, tokens so far, D). {}: empty; None: no cache.
+# KV cache: Attention module -> (keys, values), each (B, H, tokens so far, D). None: no cache.
 KVCache = dict[nn.Module, tuple[Tensor, Tensor]] | None
-# The package memory/, or None. (Another package may have that name: hence `hasattr` below.)
+# The package memory/, or None. (`hasattr` below excludes an unrelated package named memory.)
 TECHNIQUES: Any = importlib.util.find_spec("memory") and importlib.import_module("memory")
 
 
@@ -32,8 +32,8 @@ TECHNIQUES: Any = importlib.util.find_spec("memory") and importlib.import_module
 class MiniGPTConfig:
     """Shape of a MiniGPT (by default GPT-2 small, 124M parameters) and its memory settings.
 
-    Raises ValueError, which names the field, for an impossible value; ImportError without memory/.
-    """
+    Raises ValueError with the field's name if a value is impossible, and ImportError if a setting
+    needs the folder memory/ and it is missing."""
 
     vocab_size: int = 50257
     max_position_embeddings: int = 1024
@@ -42,11 +42,11 @@ class MiniGPTConfig:
     d_model: int = 768
     d_ff: int = 3072
     dropout: float = 0.1
-    # How memory is saved. `recompute` changes no bit of a result; chunks change the rounding only.
-    recompute: str = "none"  # "full": checkpoint each block; others: memory/policies.py
-    # The tokens are split into so many chunks; 0: memory/ chooses. Without memory/: one chunk.
-    loss_chunks: int = 0  # for the head and the loss
-    mlp_chunks: int = 1  # for the MLP half of a block, where backward recomputes that half
+    # Memory settings. `recompute` changes no bit of a result. Chunks change only the rounding.
+    recompute: str = "none"  # "full": checkpoint each block. Other policies: memory/policies.py
+    # Number of chunks into which the tokens are split. 0: memory/ chooses the number.
+    loss_chunks: int = 0  # for the head and the loss. Without memory/, 0 means one chunk
+    mlp_chunks: int = 1  # for the MLP half of a block, if backward recomputes that half
 
     def __post_init__(self) -> None:
         shape = "vocab_size max_position_embeddings n_layers n_heads d_model d_ff".split()
@@ -61,7 +61,7 @@ class MiniGPTConfig:
         if self.recompute not in ("none", "full") or self.loss_chunks > 1 or self.mlp_chunks != 1:
             if not hasattr(TECHNIQUES, "normalized_recompute"):
                 raise ImportError(f"this needs the folder memory/ beside model.py: {self}")
-            # Normalise equal policy strings: with 12 blocks "mlp:12,cheap" becomes "mlp".
+            # Store the shortest equal policy: with 12 blocks "mlp" instead of "mlp:12,cheap".
             object.__setattr__(self, "recompute", TECHNIQUES.normalized_recompute(self))
 
 
@@ -73,13 +73,13 @@ class Attention(nn.Module):
         self.head_size = config.d_model // config.n_heads
         self.c_attn = nn.Linear(config.d_model, 3 * config.d_model)  # q, k and v in one matmul
         self.c_proj = nn.Linear(config.d_model, config.d_model)
-        self.dropout = config.dropout  # a number, no module: the attention kernel draws the mask
+        self.dropout = config.dropout  # the probability; the attention kernel draws the mask
 
     def attend(self, qkv: Tensor, kv_cache: KVCache = None) -> Tensor:
-        """Return the heads' results side by side, (B, T, C), for q, k and v in `qkv` (B, T, 3C).
+        """Run attention on q, k and v, side by side in `qkv` (B, T, 3C); return (B, T, C).
 
-        `kv_cache`: append the new keys and values, and attend to all in the cache. In
-        train_sp.py H and C count only the heads of this rank.
+        With `kv_cache`, append the new keys and values to it, and attend to all keys in it.
+        In train_sp.py `qkv` has only this rank's heads, so H and C count only these heads.
         """
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         q, k, v = (x.view(B, T, -1, self.head_size).transpose(1, 2) for x in qkv.split(C, dim=2))
@@ -88,15 +88,15 @@ class Attention(nn.Module):
                 k = torch.cat([kv_cache[self][0], k], dim=2)
                 v = torch.cat([kv_cache[self][1], v], dim=2)
             kv_cache[self] = k, v
-        # A single token attends to all keys, without a mask. The fused kernel never stores the
-        # (B, H, T, T) scores: its backward computes them again.
+        # A single token may attend to all keys, so it needs no causal mask. The fused kernel never
+        # stores the scores (B, H, T, T): its backward recomputes them.
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
         return y.transpose(1, 2).reshape(B, T, C)
 
 
 class MLP(nn.Module):
-    """Two linear layers that see each position alone. Block applies the GELU between them."""
+    """Two linear layers for each position separately. `Block` applies the GELU between them."""
 
     def __init__(self, config: MiniGPTConfig):
         super().__init__()
@@ -107,8 +107,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One transformer block: x (B, T, C) -> (B, T, C).
 
-    A *policy*, a function in memory/policies.py, calls its parts one by one, some of them in
-    activation checkpoints: the halves are split after their largest tensors (qkv, up_project).
+    A *policy* (memory/policies.py) calls a block's methods, some in an activation checkpoint.
+    Each half (attention, MLP) is split after its largest tensor, made by `qkv` or `up_project`.
     """
 
     def __init__(self, config: MiniGPTConfig):
@@ -120,13 +120,13 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, kv_cache: KVCache = None, policy: Any = None) -> Tensor:
-        """Run the block. `policy`: call `policy(block, x)` instead."""
+        """Run the block. With a `policy`, call `policy(block, x)` instead."""
         if policy is not None:
             return policy(self, x)
         return self.add_residuals(x, lambda x: self.attention(x, kv_cache), self.feed_forward)
 
     def add_residuals(self, x: Tensor, attention: Callable, feed_forward: Callable) -> Tensor:
-        """Add both halves to the residual stream x. A half maps (B, T, C) -> (B, T, C)."""
+        """Add the results of both halves to the residual stream x. All are (B, T, C)."""
         x = x + self.dropout(attention(x))
         return x + self.dropout(feed_forward(x))
 
@@ -147,33 +147,33 @@ class Block(nn.Module):
 
 
 def blocks_with_recompute(model: Any) -> Iterable[tuple[Callable[..., Tensor], bool]]:
-    """Return pairs (block, recompute), in the order of the blocks. `recompute`: checkpoint it."""
+    """Return a pair (block, recompute) for each block. `recompute`: checkpoint the block."""
     recompute = model.training and model.config.recompute == "full"
     return [(block, recompute) for block in model.blocks]
 
 
 def embed(embedding: nn.Embedding, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Look up ids (B, T): return their vectors (B, T, C), and the weight (V, C) for the head."""
+    """Look up ids (B, T): return vectors (B, T, C), and embedding.weight (V, C) for the head."""
     return embedding(input_ids), embedding.weight
 
 
 def head_loss(x: Tensor, weight: Tensor, labels: Tensor, loss_chunks: int) -> Tensor:
-    """Return the mean cross-entropy in nats, of x (B, T, C), weight (V, C) and labels (B, T).
-    Labels of -100 do not count. Only memory/head.py uses `loss_chunks`."""
+    """Return the mean cross-entropy, in nats, of logits x (B, T, C) @ weight.T (C, V) and labels
+    (B, T). Labels of -100 are ignored. Only memory/head.py uses `loss_chunks`."""
     exact = torch.promote_types(x.dtype, torch.float32)
     return F.cross_entropy(F.linear(x, weight).flatten(0, 1).to(exact), labels.flatten())
 
 
 class MiniGPT(nn.Module):
-    """A GPT-2-shaped language model.
+    """A language model with the architecture of GPT-2.
 
     `model(input_ids, labels)`, both (B, T) int64, returns the mean cross-entropy in nats, a scalar.
-    The labels are already shifted by one: labels[:, t] is the token after input_ids[:, t]. Labels
-    of -100 do not count. `model(input_ids)` returns logits (B, T, V).
+    Labels are shifted: labels[:, t] is the token after input_ids[:, t]. Labels of -100 are ignored.
+    `model(input_ids)` returns logits (B, T, V). `start`: position of the first token (train_sp.py).
 
-    `start`: position of the first token (train_sp.py). `kv_cache`: in eval() only. Pass {}
-    with the first tokens of a text, then one token a call; the logits are the last token's,
-    (B, 1, V). Raises ValueError for other uses of the cache, and beyond max_position_embeddings.
+    `kv_cache`: only in eval(). Pass {} with the first tokens of a text, then the same cache with
+    one new token per call. The logits, (B, 1, V), are those of the last token. Raises ValueError
+    for other uses of the cache, and for more than max_position_embeddings positions.
     """
 
     def __init__(self, config: MiniGPTConfig):
@@ -184,7 +184,7 @@ class MiniGPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.ln_f = nn.LayerNorm(config.d_model)
-        # forward calls these three functions. memory/ puts wrappers around them.
+        # `forward` calls these three functions. memory/ puts wrappers around them.
         self.blocks_with_recompute = blocks_with_recompute
         self.embed, self.head_loss = embed, head_loss
         if hasattr(TECHNIQUES, "apply_techniques"):
@@ -211,9 +211,9 @@ class MiniGPT(nn.Module):
         has_dropout = self.config.dropout > 0
         for block, recompute in self.blocks_with_recompute(self):
             if recompute:
-                # The activation checkpoint keeps only x, and with dropout the RNG's state, so that
-                # the masks are the same again. Backward runs the block a second time, up to the
-                # last tensor that it needs: mlp.c_proj's input or, with dropout, the last mask.
+                # The activation checkpoint keeps only x and, with dropout, the RNG's state (so both
+                # runs draw the same masks). Backward runs the block again, up to the last tensor
+                # that backward needs: mlp.c_proj's input or, with dropout, the last mask.
                 x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=has_dropout)
             else:
                 x = block(x, kv_cache)  # autograd keeps every intermediate that backward needs
@@ -224,10 +224,10 @@ class MiniGPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, local_shard: Callable = lambda full, weight: full) -> None:
-        """Draw the weights as GPT-2 does: normal, with mean 0 and standard deviation 0.02.
+        """Draw weights as GPT-2 does: normally distributed, mean 0, standard deviation 0.02.
 
-        For projections to the residual stream divide 0.02 by sqrt(2 n_layers): else the variance of
-        the stream would grow with depth. Draw on the CPU: one seed gives one model on all devices.
+        For c_proj, the deviation is 0.02 / sqrt(2 n_layers): otherwise the variance of the residual
+        stream would grow with depth. The CPU draws, so a seed gives the same weights on any device.
         `local_shard(full, weight)` returns this rank's rows of the full tensor (train_fsdp.py).
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
@@ -241,37 +241,37 @@ class MiniGPT(nn.Module):
 
     @torch.no_grad()
     def stream(self, input_ids: Tensor, max_new_tokens: int, **sampling: Any) -> Iterator[Tensor]:
-        """Continue `input_ids` (B, T >= 1): yield ids (B, 1). `sampling`: see `sample`."""
+        """Yield each new token (B, 1) after `input_ids` (B, T >= 1). `sampling`: see `sample`."""
         limit, was_training = self.config.max_position_embeddings, self.training
         self.eval()
         ids, next_ids, kv_cache = input_ids, input_ids, dict[nn.Module, Any]()
         try:
             for _ in range(max_new_tokens):
                 if ids.size(1) > limit:
-                    # The window slides and changes all positions: run all of it each time.
+                    # The window slides, so every position changes: run the whole window again.
                     next_ids, kv_cache = ids[:, -limit:], {}
                 logits = self(next_ids, kv_cache=kv_cache)[:, -1].float()  # (B, V)
-                next_ids = sample(logits, **sampling)  # the only token that the cache does not have
+                next_ids = sample(logits, **sampling)  # the only token that is not cached
                 ids = torch.cat([ids, next_ids], dim=1)
                 yield next_ids
         finally:
             self.train(was_training)
 
     def generate(self, input_ids: Tensor, max_new_tokens: int, **sampling: Any) -> Tensor:
-        """Continue `input_ids` (B, T) as `stream` does, and return (B, T + max_new_tokens)."""
+        """Return `input_ids` (B, T) and the tokens of `stream`, (B, T + max_new_tokens)."""
         return torch.cat([input_ids, *self.stream(input_ids, max_new_tokens, **sampling)], dim=1)
 
 
 def sample(
     logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
-    """Draw one token id for each row of logits (B, V) -> (B, 1).
+    """Draw one token id for each row of `logits` (B, V); return ids (B, 1).
 
-    `temperature`: below 1, likely tokens become likelier; 0 always takes the likeliest. `top_k`:
-    draw among the k likeliest tokens. `top_p`: draw among the fewest tokens, the likeliest first,
-    whose probabilities sum to p or more (Holtzman et al., 2020).
+    `temperature`: below 1, likely tokens become likelier; at 0 the likeliest token is chosen.
+    `top_k`: draw only from the k likeliest tokens. `top_p`: draw only from the smallest set of
+    likeliest tokens whose probabilities sum to p or more (Holtzman et al., 2020).
     """
-    if temperature < 1e-6:  # dividing by less would overflow
+    if temperature < 1e-6:  # dividing by a smaller number could overflow
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
     if top_k is not None:
@@ -280,7 +280,7 @@ def sample(
     if top_p is not None:
         best_first, order = logits.sort(dim=-1, descending=True)
         probability = best_first.softmax(dim=-1)
-        # Remove a token if the likelier tokens sum to p already. The likeliest always stays.
+        # Remove a token if the probabilities of all likelier tokens sum to p. The likeliest stays.
         gone = (probability.cumsum(dim=-1) - probability) >= max(top_p, 1e-9)
         logits = logits.masked_fill(gone.scatter(-1, order, gone), -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1)

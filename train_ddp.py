@@ -1,29 +1,30 @@
-"""Train a MiniGPT on several devices with DistributedDataParallel (DDP): only the differences.
+"""Train a MiniGPT on several devices with DistributedDataParallel (DDP).
 
-Two GPUs; without GPUs two CPU processes:
+Train on two GPUs or, on a machine without GPUs, with two CPU processes:
     torchrun --nproc-per-node=2 train_ddp.py --use-activation-checkpoint
 
-Two machines with eight GPUs each: run this on both, with --node-rank=0 on HOST and --node-rank=1 on
-the other. Both need the same data and, for --resume, a shared disk (see docs/reliability.md):
+Train on two machines with eight GPUs each. Run this command on both: with --node-rank=0 on the
+machine HOST, with --node-rank=1 on the other machine. Both machines need the same data. For
+--resume they also need a shared disk (see docs/reliability.md):
     torchrun --nnodes=2 --node-rank=0 --nproc-per-node=8 --master-addr=HOST --master-port=29500 \
         train_ddp.py --use-activation-checkpoint
 
 Let torchrun restart the job when a process dies; the job continues from its last snapshot:
     torchrun --nproc-per-node=2 --max-restarts=3 train_ddp.py --use-activation-checkpoint
 
-torchrun starts this file once per device and gives each process a rank. Every process holds the
+torchrun starts this file once per device and gives each process a rank. Every process has the
 whole model and computes the gradients of its own micro-batches. DDP averages the gradients while
 backward runs. So all processes make the same update, and their weights stay equal.
 
-The loop is train_minimal.py's. It calls a `process` for everything that depends on the number of
-processes (trainer/process.py). This file has the methods that are different with DDP.
+The training loop is in train_minimal.py. For everything that depends on the number of processes, it
+calls methods of a `process` (trainer/process.py). This file has the methods that differ with DDP.
 """
 
 import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` omits this folder
-import trainer.bootstrap  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
+import trainer.bootstrap  # noqa: F401  # sets signal handlers, and variables that torch reads
 
 # isort: split
 import gc
@@ -45,29 +46,32 @@ from trainer.torchrun import Torchrun, main_and_exit, print_error_once
 
 
 class DDPProcess(Torchrun):
-    """One of the processes that torchrun started, each with a device and the whole model.
+    """One of the processes that torchrun started. Each has one device and the whole model.
 
-    Raises UsageError if torchrun did not start it.
+    Raises UsageError if torchrun did not start this process.
     """
 
     script, default_checkpoint_path = "train_ddp.py", "checkpoints/minigpt_ddp.pt"
-    gradients_persist = True  # in DDP's communication buckets, which stay allocated
-    buckets_are_final = False  # after the first step DDP makes its buckets anew, once
+    gradients_persist = True  # gradients are in DDP's communication buckets, which stay allocated
+    buckets_are_final = False  # DDP makes new buckets once, after the first step
     rehearses_first_steps = True
-    # `averages`: backward of this micro-batch is to average gradients. `is_armed`: the same, but
-    # True only after its forward: from then on DDP sends the gradients that backward computes.
+    # `will_average`: backward of this micro-batch will average gradients over all processes.
+    # `is_armed`: the forward of such a micro-batch has ended. From then on, DDP sends the gradients
+    # while backward computes them.
     will_average = is_armed = False
 
     def wrap(self, model: MiniGPT) -> nn.Module:
-        # Gradients are views of DDP's communication buckets, which saves 4 bytes a parameter.
-        # DDP copies existing gradients into its buckets, so the first step allocates no others.
+        # Gradients are views of DDP's communication buckets. This saves 4 bytes per parameter. DDP
+        # replaces these zeros by views. Without them, the first backward would allocate gradients.
         set_expanded_zero_grads(model)
         group = self.new_device_group()
         self.wrapper: Any = DDP(model, process_group=group, gradient_as_bucket_view=True)
-        # This hook runs when the model's forward ends. Then DDP's forward ends, and arms DDP.
+        # This hook runs when the model's forward ends. Just after that, DDP's own forward prepares
+        # DDP to send gradients.
         model.register_forward_hook(lambda *_: setattr(self, "is_armed", self.will_average))
         if self.args.compress_gradients and self.world_size > 1:
-            # (DDP rejects this hook by its name without NCCL. A lambda works, also on gloo.)
+            # (Without NCCL, DDP rejects `bf16_compress_hook` by its name, although the hook works
+            # with gloo. A lambda hides the name.)
             self.wrapper.register_comm_hook(group, lambda g, bucket: bf16_compress_hook(g, bucket))
         return self.wrapper
 
@@ -77,18 +81,19 @@ class DDPProcess(Torchrun):
         return nullcontext() if now else self.wrapper.no_sync()
 
     def can_retry_alone(self) -> bool:
-        # The other processes wait for my gradients, however often I try and with any policy. But
-        # once it is armed, DDP sends gradients during backward, and they cannot be sent twice. And
-        # if memory ran out while DDP made its buckets, some gradients are not in a bucket: they are
-        # still expanded zeros, which are not contiguous.
+        # While the other processes wait for this process's gradients, it can retry with any policy.
+        # Once DDP is armed, it sends gradients during backward, and gradients cannot be sent twice.
+        # A retry is also impossible if memory ran out while DDP made its buckets. Then some
+        # gradients are in no bucket: they are still expanded zeros, which are not contiguous.
         gradients = (p.grad for p in self.wrapper.parameters() if p.grad is not None)
         return not self.is_armed and all(g.is_contiguous() for g in gradients)
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        # After the first step DDP knows in which order backward computes gradients. The next
-        # forward makes new buckets in that order. Free the old buckets here, with the gradients in
-        # them. Later steps keep the buckets, and set the gradients in them to zero.
-        self.will_average = self.is_armed = False  # (an evaluation calls the forward hook, too)
+        # After the first step DDP knows the order in which backward computes gradients. The next
+        # forward makes new buckets in that order. So drop the gradients here, which are views of
+        # the old buckets and would keep them in memory. Later steps keep their buckets, and set the
+        # gradients in them to zero.
+        self.will_average = self.is_armed = False  # (an evaluation also calls the forward hook)
         if self.buckets_are_final:
             self.discard_gradients(optimizer)
         else:
@@ -110,8 +115,8 @@ class DDPProcess(Torchrun):
             super().print0(line)
 
     def close(self) -> None:
-        # The wrapper's threads must end before the connections that they use. In the other order a
-        # run that has finished can still abort at exit.
+        # DDP's threads must end before the connections that they use. In the other order, a run
+        # that has finished can still abort at exit.
         del self.wrapper
         gc.collect()
         dist.destroy_process_group()
@@ -124,9 +129,9 @@ class DDPProcess(Torchrun):
 
 
 def set_expanded_zero_grads(model: nn.Module) -> None:
-    """Set each `.grad` to zeros of the parameter's shape that take the memory of one element.
+    """Set each `.grad` to zeros of the parameter's shape. They take the memory of one element.
 
-    DDP copies these zeros into its buckets, and replaces each `.grad` by a view of its bucket.
+    DDP copies these zeros into its buckets, and replaces each `.grad` by a view of a bucket.
     """
     for parameter in model.parameters():
         parameter.grad = parameter.new_zeros(()).expand_as(parameter)

@@ -1,32 +1,32 @@
-"""Train a MiniGPT that is sharded over several devices: only the differences to train_ddp.py.
+"""Train a MiniGPT that is sharded over several devices (FSDP): the differences from train_ddp.py.
 
-Two GPUs; without GPUs two CPU processes:
+Train on two GPUs or, on a machine without GPUs, with two CPU processes:
     torchrun --nproc-per-node=2 train_fsdp.py --use-activation-checkpoint
 
-Several machines and restarts work as with train_ddp.py. Every trainer, train_minimal.py too, can
-resume the snapshots of the others, with any number of processes:
+Several machines and restarts work as with train_ddp.py. Every trainer, including train_minimal.py,
+can resume the snapshots of every other trainer, with any number of processes:
     torchrun --nproc-per-node=4 train_fsdp.py --resume --checkpoint-path checkpoints/minigpt_ddp.pt
 
-With DDP each of N processes holds all weights, gradients and moments: 16 bytes a parameter. Fully
-sharded data parallel (FSDP; ZeRO-3: Rajbhandari et al., 2020) shards them: each process keeps 1/N
-of the rows of each tensor, a *shard*, and updates only its shard.
+With DDP each of N processes has all weights, gradients and optimizer moments: 16 bytes per
+parameter. Fully sharded data parallel (FSDP) shards them, like ZeRO-3 (Rajbhandari et al., 2020):
+each process keeps 1/N of the rows of each tensor, a *shard*, and updates only its shard.
 
-To compute, a process needs whole weights, but only those of the block that is running. So an
-all-gather collects a block's weights before the block runs, and they are freed after it. Backward
-gathers them once more. Then a reduce-scatter adds up the block's gradients over all processes and
-gives each process the rows that it keeps. The price is traffic: the weights travel twice in each
-micro-batch; with DDP they stay in place. Gradients travel once a step.
+To run a block, a process needs the whole weights of this block. So an all-gather collects them
+before the block runs, and they are freed after the block has run. Backward gathers them once more.
+Then a reduce-scatter sums the block's gradients over all processes, and gives each process the rows
+that it keeps. The price is communication: a block's weights are sent twice in each micro-batch.
+(DDP does not send weights.) Gradients are sent once per step, as with DDP.
 
 Everything else is as in train_ddp.py: the same data in the same order, and the same results. With
-two processes the results are equal to the bit (docs/reliability.md); with more they are equal up
-to the order in which gradients are summed.
+two processes the results are equal to the bit (docs/reliability.md). With more processes they are
+equal up to rounding, because gradients are summed in another order.
 """
 
 import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` omits this folder
-import trainer.bootstrap  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
+import trainer.bootstrap  # noqa: F401  # sets signal handlers, and variables that torch reads
 
 # isort: split
 import argparse
@@ -51,13 +51,13 @@ from trainer.torchrun import main_and_exit
 
 
 class FSDPProcess(DDPProcess):
-    """One of `world_size` processes that torchrun started, each with a device and 1/N of the model.
+    """One of N processes that torchrun started. Each has one device and 1/N of the model.
 
-    Raises UsageError if torchrun did not start it, or if a flag does not work with shards.
+    Raises UsageError if torchrun did not start this process, or if a flag cannot work with shards.
     """
 
     script, default_checkpoint_path = "train_fsdp.py", "checkpoints/minigpt_fsdp.pt"
-    # A rehearsal of the first steps would not help: `can_retry_alone` is False anyway.
+    # A rehearsal of the first steps would not help, because `can_retry_alone` is always False.
     gradients_persist = has_own_policy = rehearses_first_steps = False
 
     def __init__(self, args: argparse.Namespace):
@@ -70,15 +70,15 @@ class FSDPProcess(DDPProcess):
 
     def materialize(self, model: MiniGPT) -> None:
         """Shard a model on device "meta", and allocate the memory of this rank's shards."""
-        # FSDP gathers these weights together:
-        # - a block, when it runs
-        # - a table of positions, which grows with T, for its lookup only (the gradient of a lookup
+        # FSDP gathers the weights in these groups:
+        # - each block: when the block runs
+        # - each table of positions, which grows with T: only for its lookup (backward of a lookup
         #   does not need the table)
-        # - the rest (token embedding, ln_f), which stays whole from the beginning of forward to the
-        #   end of backward, for the lookup and the head
-        # With --gather-dtype bfloat16 the weights of a block's linear layers are rounded before
-        # they travel; autocast would round them anyway. LayerNorms compute in float32, so their
-        # weights belong to the rest then.
+        # - the rest (token embedding, ln_f): once, when forward begins. They stay whole until
+        #   backward ends, because the lookup and the head both use the token embedding.
+        # With --gather-dtype bfloat16, the weights of a block's linear layers are rounded before
+        # they are sent. (Autocast would round them anyway.) LayerNorms compute in float32, so with
+        # this flag the weights of a block's LayerNorms are gathered with the rest.
         self.group = cast(dist.ProcessGroup, self.new_device_group() or dist.group.WORLD)
         mesh = DeviceMesh.from_group(self.group, self.device.type)
         in_bfloat16 = self.args.gather_dtype == "bfloat16"
@@ -98,23 +98,23 @@ class FSDPProcess(DDPProcess):
                 mp_policy=policy,
                 ignored_params={*block.parameters()} - gathered_apart,
             )
-        # gloo returned the sum for AVG (pytorch#162338). So reduce by SUM; FSDP divides by itself.
+        # gloo returned the sum for AVG (pytorch#162338). So FSDP asks for SUM, and divides it by N.
         for module in (model, *position_tables(model), *model.blocks):
             cast(FSDPModule, module).set_force_sum_reduction_for_comms(True)
-        # Allocate memory only now, and for shards only: no process ever holds the whole model.
+        # Allocate memory only now, when the model is sharded: no process ever has the whole model.
         super().materialize(model)
 
     def local_shard(self, whole: Tensor, like: Tensor) -> Tensor:
         mesh, rows = cast(DTensor, like).device_mesh, cast(DTensor, like).placements
-        # (src_data_rank=None: every process has the whole tensor, so none has to send parts of it.)
+        # (src_data_rank=None: every process has the whole tensor, so no process has to send parts.)
         return distribute_tensor(whole.to(self.device), mesh, rows, src_data_rank=None)
 
     def wrap(self, model: MiniGPT) -> nn.Module:
-        self.wrapper = model  # not a wrapper: FSDP works by hooks around each forward
+        self.wrapper = model  # the model itself: FSDP only adds hooks to its modules
         return model
 
     def gradient_sync(self, now: bool) -> AbstractContextManager[Any]:
-        # Until the last micro-batch each process adds up whole gradients, as with DDP.
+        # Before the last micro-batch, each process sums its own whole gradients, as with DDP.
         self.wrapper.set_requires_gradient_sync(now)
         return nullcontext()
 
@@ -126,16 +126,16 @@ class FSDPProcess(DDPProcess):
     clear_gradients = OneProcess.clear_gradients  # (only DDP has buckets)
 
     def can_retry_alone(self) -> bool:
-        return False  # forward gathers weights, and the other processes have gone on
+        return False  # forward gathers weights from the other processes, and these have gone on
 
     def full_state_dict(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        # Gather one tensor at a time: all whole tensors together would not fit on the device.
+        # Gather one tensor at a time: all whole tensors together might not fit on the device.
         return tree_map_only(
             DTensor, self.full_tensor_on_rank0, super().full_state_dict(model, optimizer)
         )
 
     def full_tensor_on_rank0(self, shard: DTensor) -> Tensor | None:
-        """Gather a sharded tensor; return it whole, on the CPU, on rank 0, and None elsewhere.
+        """Gather a sharded tensor. Rank 0 returns the whole tensor, on the CPU; others return None.
 
         All processes must call this together.
         """

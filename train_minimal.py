@@ -1,32 +1,35 @@
-"""Train a MiniGPT on one device, and see what activation memory costs.
+"""Train a MiniGPT on one device, with or without activation checkpoints.
 
-The default run trains a tokenizer and a small GPT on the built-in corpus (Python's own standard
-library), with an activation checkpoint around each block. It takes about two minutes on a laptop:
+Train a tokenizer and a small GPT on the built-in corpus, the source code of Python's standard
+library. Each block has an activation checkpoint. The run takes about two minutes on a laptop:
     python train_minimal.py --use-activation-checkpoint
 
-GPT-2 small on your own text, on one GPU:
+Train GPT-2 small on your own text, on one GPU:
     python train_minimal.py --train-data data/train.txt --n-layers 12 --n-heads 12 --d-model 768 \
         --d-ff 3072 --seq-len 1024 --batch-size 2 --num-steps 10000 --use-activation-checkpoint
 
 Start from the weights of GPT-2, or of an earlier run (docs/weights.md):
     python train_minimal.py --init-from gpt2 --train-data data/train.txt --seq-len 256
 
-Continue a run where it stopped, with its own flags:
+Continue a run where it stopped, with the flags that it was started with:
     python train_minimal.py --resume
 
-For several devices see train_ddp.py, which lists the differences.
+train_ddp.py trains on several devices. That file has only the differences from this one.
 
-The functions from top to bottom: the learning rate, one step, the evaluation, the loop. `run` is a
-Run (trainer/run.py): model, optimizer, batches, flags, and the state of the run so far. `process`
-is a OneProcess (trainer/process.py): its methods do everything that depends on the number of
-processes, and for one process they do nothing special. `clock` measures the seconds of each phase.
+The functions below are, from top to bottom: the learning rate, one training step, the evaluation,
+the training loop. Three objects appear in most of them:
+- `run` is a Run (trainer/run.py). It has the model, the optimizer, the batches, the flags, and the
+  present state of the training.
+- `process` is a OneProcess (trainer/process.py). Its methods do everything that depends on the
+  number of processes. The trainers for several processes override some of these methods.
+- `clock` measures the seconds of each phase of a step, such as "forward".
 """
 
 import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` omits this folder
-import trainer.bootstrap  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
+import trainer.bootstrap  # noqa: F401  # sets signal handlers, and variables that torch reads
 
 # isort: split
 import argparse
@@ -52,11 +55,10 @@ from trainer.snapshot import sibling_path
 def learning_rate(step: int, args: argparse.Namespace) -> float:
     """Return the learning rate of `step`, which is one of 1..num_steps.
 
-    The rate rises linearly from 0 to `--lr` during the warm-up. Then it falls to `--min-lr` at the
-    last step, along a line or half a cosine (Loshchilov and Hutter, 2017), or stays constant.
+    The rate rises linearly from 0 to `--lr` during the warm-up. Then it stays constant, or it falls
+    to `--min-lr` at the last step: linearly or as half a cosine (Loshchilov and Hutter, 2017).
 
-    The rate is a function of the step, not a scheduler object, so there is no state to save or to
-    restore.
+    The rate is a function of the step. A scheduler object would have state to save and restore.
     """
     if step <= args.warmup_steps:
         return args.lr * step / args.warmup_steps
@@ -74,9 +76,9 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     """Run step number `run.step`: forward and backward over its micro-batches, then one update.
 
     Returns the losses of this process's micro-batches, (A,) with A = --grad-accum-steps, and the
-    norm of the gradients before clipping, (). Both are on the device, so Python does not wait for
-    it. (On MPS Python has to read the norm, and returns it on the CPU.)
-    Raises what `retry_with_less_memory` raises.
+    norm of the gradients before clipping, (). Both tensors are on the device, so Python does not
+    wait for the device. (On MPS Python has to read the norm, so the norm is on the CPU.)
+    Raises the errors of `retry_with_less_memory`.
     """
     args, process, clock = run.args, run.process, run.clock
     for group in run.optimizer.param_groups:
@@ -84,13 +86,14 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     losses = retry_with_less_memory(run, accumulate)
 
     clock.begin_phase("optimizer")
-    run.scaler.unscale_(run.optimizer)  # before clipping: the limit is for unscaled gradients
+    run.scaler.unscale_(run.optimizer)  # because the limit below is for unscaled gradients
     grad_norm = process.clip_gradients(run.model.parameters(), args.grad_clip_norm or math.inf)
-    # One NaN among the gradients would make every weight NaN: clipping divides all gradients by
-    # their norm, which is NaN, too. All processes have the same averaged gradients, so either all
-    # of them skip the update or none. (The device decides; Python does not wait for it.)
+    # One NaN among the gradients makes their norm NaN. Clipping divides all gradients by the norm,
+    # so an update would make all weights NaN. Skip the update if the norm is NaN or infinite. All
+    # processes have the same norm, so all of them skip the update, or none. (The device decides
+    # this, and Python does not wait for the device.)
     grad_norm = update_if_finite(run.optimizer, grad_norm)
-    run.scaler.update()  # float16 only: halves the loss scale after an overflow
+    run.scaler.update()  # with float16 only: halve the loss scale after an overflow
     process.clear_gradients(run.optimizer)
     return torch.stack(losses), grad_norm
 
@@ -98,20 +101,20 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
 def accumulate(run: Run, average: bool = True) -> list[Tensor]:
     """Run forward and backward over the micro-batches of a step; return their losses, each ().
 
-    The gradients are added up in `.grad`, where the optimizer reads them: with `average` the mean
-    over all processes, without it this process's own gradients.
+    The gradients are summed in `.grad`, where the optimizer reads them. With `average` they are
+    then averaged over all processes. Without `average` they stay this process's own gradients.
     """
     args, process, clock = run.args, run.process, run.clock
     losses = []
     for micro_batch in range(args.grad_accum_steps):
         clock.begin_phase("data")
-        # Every micro-batch of every process has its own id. Its data and its dropout masks are
-        # functions of (seed, id). So a resumed run needs no saved random state, and two processes
-        # compute the same as one process with two micro-batches a step.
+        # Every micro-batch of every process has its own id. The data and the dropout masks of a
+        # micro-batch are functions of (seed, id). So a snapshot needs no random state, and two
+        # processes compute the same as one process with twice the micro-batches per step.
         micro_batch_id = (run.step - 1) * args.grad_accum_steps + micro_batch
         micro_batch_id = micro_batch_id * process.world_size + process.rank
         torch.manual_seed(derive_seed(args.seed, micro_batch_id))
-        input_ids, labels = run.train_batches[micro_batch_id // process.sp_degree]  # (B, T), (B, T)
+        input_ids, labels = run.train_batches[micro_batch_id // process.sp_degree]  # each (B, T)
 
         clock.begin_phase("forward")
         last_of_step = micro_batch == args.grad_accum_steps - 1
@@ -120,8 +123,9 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
                 loss = run.wrapped(input_ids, labels)
             losses.append(loss.detach())
             clock.begin_phase("backward")
-            # backward adds to existing gradients. Each loss is divided by A, so the sum over A
-            # micro-batches is the mean. (The scaler does nothing unless the precision is float16.)
+            # backward adds its gradients to those in `.grad`. Each loss is divided by the number of
+            # micro-batches, so the summed gradients are those of the mean loss. (The scaler changes
+            # the loss only with float16.)
             loss = nan_if_infinite(loss) / args.grad_accum_steps
             run.scaler.scale(loss).backward()
     return losses
@@ -130,7 +134,7 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
 def derive_seed(seed: int, number: int) -> int:
     """Return a 63-bit seed made from two numbers.
 
-    It is a hash of both: their sum would give (1, 2) and (2, 1) the same seed.
+    The seed is a hash of both. Their sum would be the same seed for (1, 2) and (2, 1).
     """
     return int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0] >> 1)
 
@@ -140,19 +144,21 @@ def evaluate(run: Run) -> dict[str, float | None]:
     """Return the validation loss, its perplexity and its bits per byte of text.
 
     The keys are `val_loss` (nats per token), `val_ppl` and `val_bits_per_byte` (None if no token
-    stands for text). The validation windows are fixed. So the result is the same, up to rounding,
-    with any batch size, any number of processes, and every trainer.
+    stands for text). Each evaluation uses the same validation sequences. So the result is the same,
+    up to rounding, with any batch size, any number of processes, and every trainer.
 
-    Of W replicas, replica r evaluates the batches r, r + W, r + 2W, ... (A replica is one process;
-    in train_sp.py all processes are one replica.) The processes add up nats, tokens and bytes, not
-    means, because the last batch may be smaller. A batch has at most --batch-size windows and no
+    With W replicas, replica r evaluates the batches r, r + W, r + 2W, ... (A replica is one
+    process. In train_sp.py all processes together are one replica.) The processes sum nats, tokens
+    and bytes, and divide only these sums. A mean of the batches' means would be wrong, because the
+    last batch may be smaller. An evaluation batch has at most --batch-size sequences and no
     gradients, so it needs less memory than a training step.
     """
     run.model.eval()
-    batches = []  # of tensors on the device; read after the loop, as each read waits for the GPU
+    batches = []  # (loss, tokens, bytes) of each; read after the loop, as a read waits for the GPU
     for first in range(0, len(run.val_batches), run.process.replicas):
-        # In the last round there may be no batch left for this process. Then it repeats one, and
-        # ignores the result: the forward of a sharded model needs all processes.
+        # In the last round there may be no batch left for this process. Then the process evaluates
+        # an earlier batch again and ignores the result, because the forward of a sharded model
+        # needs all processes.
         i = first + run.process.rank // run.process.sp_degree
         input_ids, labels = run.val_batches[i % len(run.val_batches)]
         with run.autocast():
@@ -176,21 +182,21 @@ def evaluate(run: Run) -> dict[str, float | None]:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Run all steps after `run.step`, to the last step or a signal; return the last log record.
+    """Run the steps after `run.step`, until the last step or a signal; return the last log record.
 
-    Raises NotFinite after several skipped updates in a row, SaveError if the disk takes no
-    snapshot, and what `train_step` raises.
+    Raises NotFinite after several skipped updates in a row, SaveError if a snapshot cannot be
+    written, and the errors of `train_step`.
     """
     args, process, clock = run.args, run.process, run.clock
     with clock.paused("set up"):
         archive_and_open_logs(run)
         hide_bar = process.rank > 0 or not sys.stderr.isatty()
         bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
-        if run.step == 0 and args.init_from is not None:  # the loss to improve on
+        if run.step == 0 and args.init_from is not None:  # the loss before training
             process.print0(f"before   val {format_validation(evaluate(run))}")
         run.model.train()
     record = run.resumed_record
-    if record:  # the resumed run ended after saving this step and before logging it
+    if record:  # the run had saved this step, but ended before it logged the step: log the step now
         evaluate_and_log(run, record, is_due(run.step, args.eval_interval, args.num_steps))
     skipped = SkippedUpdates(run)
     with bar, clock, Signals(run) as signals:
@@ -199,12 +205,13 @@ def train(run: Run) -> dict[str, Any]:
             losses, grad_norm = train_step(run)
             run.recent_losses.append(losses)
 
-            # ---- The learning ends here. The rest of the loop checks, saves and logs.
+            # ---- The weights are updated. The rest of the loop checks, saves and logs.
             clock.end_step()
             bar.update()
-            skipped.add(grad_norm)  # raises NotFinite after several in a row
-            # All processes must do the same after the same step: stop or save if any of them is
-            # asked to, and log if rank 0 has printed nothing for a long time.
+            skipped.add(grad_norm)  # raises NotFinite after several skipped updates in a row
+            # All processes must do the same after the same step. They all stop if one received a
+            # signal to stop. They all save if one was asked to, by a signal or by --save-minutes.
+            # They all log if rank 0 has printed nothing for a long time.
             run.stopped_by, save_asked, silent = process.all_reduce_max(
                 [signals.received, save_is_asked(run), log_overdue(run)]
             )
@@ -212,9 +219,9 @@ def train(run: Run) -> dict[str, Any]:
             evaluate_now = is_due(run.step, args.eval_interval, args.num_steps)
             save_now = save_is_due(run, skipped, save_asked > 0)
             if log_now or evaluate_now or save_now:
-                skipped.read_last()  # may raise, and then nothing is logged or saved
+                skipped.read_last()  # if it raises NotFinite, nothing is logged or saved
                 record = make_record(run, losses, grad_norm)
-                if save_now:  # before the evaluation, which may take long, or fail
+                if save_now:  # before the evaluation, because that may take long or fail
                     with clock.paused("save"):
                         save(run, args.checkpoint_path, record)
                 evaluate_and_log(run, record, evaluate_now)
@@ -229,27 +236,28 @@ def is_due(step: int, interval: int, num_steps: int) -> bool:
 def save_is_due(run: Run, skipped: SkippedUpdates, asked: bool) -> bool:
     """Return True if a snapshot is to be saved after this step.
 
-    A save is due at the end of the run; when it is `asked` for, by a signal or by --save-minutes;
-    when the last save is in an earlier interval of --save-interval steps; and at the first
-    evaluation, if nothing was saved before.
+    A save is due:
+    - at the end of the run
+    - if a signal or --save-minutes `asked` for a save
+    - if the last save is in an earlier interval of --save-interval steps
+    - at the first evaluation, if nothing was saved before.
 
-    A save waits while updates are skipped, unless the run ends. Skipped updates do not change the
-    weights, and saving the same weights again would only push the older snapshot out of `.prev.pt`.
+    While updates are skipped, a save waits, unless the run ends. Skipped updates do not change the
+    weights. So another save would only overwrite the older snapshot `.prev.pt` with equal weights.
     """
     interval, first = run.args.save_interval, run.args.eval_interval
     if run.step == run.args.num_steps or run.stopped_by:
         return True
     by_steps = interval > 0 and run.step // interval > run.saved_step // interval
     is_first = run.saved_step == 0 and 0 < first <= run.step
-    # (`read_last` waits for the GPU. So it stands last, and runs only if a save is due.)
+    # (`read_last` waits for the GPU. As the last condition, it runs only if a save is due.)
     return (asked or by_steps or is_first) and skipped.read_last() == 0
 
 
 def evaluate_and_log(run: Run, record: dict[str, Any], evaluate_now: bool) -> None:
-    """Log the step; with `evaluate_now` evaluate first.
+    """Log `record`. With `evaluate_now`, first evaluate and add the results to `record`.
 
-    The results of the evaluation are added to `record`. The weights with the lowest validation loss
-    so far are saved as `.best.pt`.
+    The weights with the lowest validation loss so far are saved as `.best.pt`.
     """
     if evaluate_now:
         with run.clock.paused("evaluate"):
@@ -261,7 +269,7 @@ def evaluate_and_log(run: Run, record: dict[str, Any], evaluate_now: bool) -> No
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train on one device; return the exit code. `argv`: flags, None for the command line's."""
+    """Train on one device; return the exit code. `argv`: flags; None: the command line's flags."""
     args = build_parser("train_minimal.py", "checkpoints/minigpt_single.pt").parse_args(argv)
     return run_safely(args, OneProcess.from_args, train)
 

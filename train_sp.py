@@ -1,28 +1,28 @@
-"""Train a MiniGPT on sequences that several devices share: only the differences to train_fsdp.py.
+"""Train a MiniGPT on sequences that several devices share: the differences from train_fsdp.py.
 
-Two GPUs; without GPUs two CPU processes:
+Train on two GPUs or, on a machine without GPUs, with two CPU processes:
     torchrun --nproc-per-node=2 train_sp.py --use-activation-checkpoint
 
 Several machines and restarts work as with train_ddp.py. Every trainer can resume the snapshots of
-the others:
+every other trainer:
     python train_minimal.py --resume --checkpoint-path checkpoints/minigpt_sp.pt
 
-With train_ddp.py and train_fsdp.py each process has its own sequences: more processes allow a
-larger batch, but no longer sequence. Here all N processes compute each sequence together (sequence
-parallelism). Each process has 1/N of the tokens, and in attention 1/N of the heads
+With train_ddp.py and train_fsdp.py each process has its own sequences. More processes allow a
+larger batch, but not a longer sequence. Here all N processes compute each sequence together
+(sequence parallelism). Each process has 1/N of the tokens, and in attention 1/N of the heads
 (memory/sequence.py). So each process keeps 1/N of the activations, and sequences can be N times as
 long. (The time of attention grows with the square of the length.) The model is sharded over the
 same processes, as in train_fsdp.py.
 
-A step minimizes the mean loss over all tokens, as with one process. The results are the same up to
-the order in which numbers are added. With dropout they differ: each process draws its own masks.
+A step minimizes the mean loss over all tokens, as with one process. Without dropout the results are
+the same up to rounding. With dropout they differ, because each process draws its own masks.
 """
 
 import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` omits this folder
-import trainer.bootstrap  # noqa: F401  # before torch: signals, the end of torchrun, OpenMP
+import trainer.bootstrap  # noqa: F401  # sets signal handlers, and variables that torch reads
 
 # isort: split
 import argparse
@@ -40,11 +40,11 @@ from trainer.torchrun import main_and_exit
 
 
 class SPProcess(FSDPProcess):
-    """One of `world_size` processes that torchrun started, each with a device, 1/N of the model and
-    1/N of every sequence.
+    """One of N processes that torchrun started. Each has one device, 1/N of the model and 1/N of
+    every sequence.
 
-    Raises UsageError if torchrun did not start it, or if a flag does not work with shared
-    sequences.
+    Raises UsageError if torchrun did not start this process, or if a flag does not work with
+    shared sequences.
     """
 
     script, default_checkpoint_path = "train_sp.py", "checkpoints/minigpt_sp.pt"
@@ -54,21 +54,21 @@ class SPProcess(FSDPProcess):
         self.sp_degree = self.world_size
 
     def init_process_group(self) -> None:
-        check_shared(self.args, self.world_size)  # each process needs a token and a head
-        # Two NCCL communicators share each GPU: one gathers weights while the other exchanges
-        # tokens for attention. If processes ran the two in different orders, they could wait for
-        # each other forever. With this variable NCCL (2.26 and later) runs them in the order of the
-        # calls, which is the same in all processes.
+        check_shared(self.args, self.world_size)  # each process needs at least a token and a head
+        # Each GPU has two NCCL communicators: one gathers weights, the other exchanges tokens for
+        # attention. If two processes ran these operations in different orders, they could wait for
+        # each other forever. With this variable, NCCL (2.26 and later) runs the operations in the
+        # order of their calls, which is the same in all processes.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         super().init_process_group()
 
     def materialize(self, model: MiniGPT) -> None:
-        """Shard a model on device "meta", and make its forward share each sequence."""
+        """Shard a model on device "meta", and make its forward split sequences over the ranks."""
         super().materialize(model)
         if self.world_size == 1:
             return
-        # Use a second group. In the group that gathers weights, the exchange of tokens would wait
-        # behind the weights of the next block, which are gathered ahead.
+        # Use a second process group for attention. FSDP's group gathers the weights of the next
+        # block ahead of time. In that group, attention's exchange would have to wait for them.
         group = self.new_device_group() or dist.new_group(timeout=self.timeout)
         self.peers, n_heads = group, model.config.n_heads
         self.sequence = SequenceShard(self.rank, self.world_size, n_heads, self.all_to_all)
@@ -91,38 +91,38 @@ class SPProcess(FSDPProcess):
         labels: Tensor | None = None,
         **kwargs: int,
     ) -> Tensor:
-        """Run `forward`, MiniGPT's own, on this rank's tokens; return the mean loss of all tokens.
+        """Run MiniGPT's `forward` on this rank's tokens; return the mean loss of all tokens, ().
 
-        `ids` and `labels`, (B, T), are whole sequences, the same on all ranks. The loss is ().
+        `ids` and `labels`, (B, T), are whole sequences, the same on all ranks.
 
-        Without labels the call generates text, token by token, and each process does that alone:
-        return the logits of all `ids`, (B, T, vocab_size). `kwargs`: passed on to `forward`.
+        Without `labels` (when text is generated), each process runs `forward` alone on the whole
+        sequences, and returns its logits. `kwargs`: more arguments of `forward`.
         """
         if labels is None:
             self.sequence.stop_sharding()
             return forward(ids, **kwargs)
-        # Labels were shifted before the split: my last label is the next rank's first token.
+        # Labels are shifted before the split: a rank's last label is the next rank's first token.
         my_tokens, has_label = self.sequence.start_sharding(ids.size(1)), labels != -100
-        # The position of my first token is `start`. (If you add rotary positions in `attend`, count
-        # from 0 there: attention sees whole sequences.)
+        # `start` is the position of this rank's first token. (If you add rotary positions in
+        # `attend`, count positions from 0: attention always computes whole sequences.)
         loss = forward(ids[:, my_tokens], labels[:, my_tokens], start=my_tokens.start)
-        # `loss` is the mean over my labels. The mean of all ranks' means would be wrong: some ranks
-        # have more labels than others.
+        # `loss` is the mean over this rank's labels. The mean of all ranks' means would be wrong,
+        # because some ranks have more labels than others.
         n_mine, n_all = has_label[:, my_tokens].sum(), has_label.sum()
         share = loss.where(n_mine > 0, 0.0) * n_mine / n_all
-        # FSDP averages gradients over the ranks, and the sum is needed: multiply by their number.
+        # FSDP averages gradients over the ranks, but their sum is needed: multiply by world_size.
         return WithBackward.apply(
             share, self.all_reduce_loss, lambda gradient: gradient * self.world_size
         )
 
     def all_reduce_loss(self, share: Tensor) -> Tensor:
-        """Return the sum of all ranks' `share`, ()."""
+        """Return the sum, (), of the `share` of all ranks."""
         total = share.clone()
         dist.all_reduce(total, group=self.peers)
         return total
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
-        """Return `values`: all ranks computed the same sequences, so each has the totals."""
+        """Return `values`: all ranks evaluated the same sequences, so each rank has the totals."""
         return values
 
 

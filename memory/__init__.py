@@ -1,8 +1,8 @@
-"""Techniques that save memory in a model. This folder imports nothing else of the project.
+"""Techniques that save memory in a model. This folder imports no other code of the project.
 
 policies.py   recompute policies: the tensors that a block keeps for backward
 offload.py    CPU memory for the tensors that a block keeps
-head.py       the loss without all logits at once; one gradient buffer for embedding and head
+head.py       the loss with few logits at a time; one gradient buffer for embedding and head
 sequence.py   sequence parallelism: several processes share each sequence
 """
 
@@ -24,8 +24,8 @@ from .policies import (
 
 
 def apply_techniques(model: Any) -> None:
-    """Wrap three functions of a model.MiniGPT in techniques: `blocks_with_recompute`, `embed` and
-    `head_loss`."""
+    """Replace `blocks_with_recompute`, `embed` and `head_loss` of a model.MiniGPT by wrappers that
+    add the techniques."""
     model.blocks_with_recompute = BlockCalls(model.blocks_with_recompute)
     model.embed = partial(embed_tied, plain=model.embed)
     model.head_loss = partial(head_loss, plain=model.head_loss)

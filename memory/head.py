@@ -1,15 +1,15 @@
-"""The head: from the last hidden states to the loss, without all logits at once.
+"""Loss of the head, computed without all logits at once.
 
-In a small GPT the head, not the blocks, fills memory first. Computed at once, the log-softmax of
-the logits, its gradient and the gradient of the logits take 12 bytes for each of N * V entries:
-1.2 GB for B=2, T=1024 and a vocabulary of 50,257 tokens. Two ideas help, one class each:
+In a small GPT the head needs more memory than the blocks. Without chunks, three float32 tensors of
+N * V elements exist at once: log-softmax, its gradient, and the gradient of the logits. They take
+1.2 GB for B = 2, T = 1024 and V = 50257. This file has two techniques, each in one class:
 
-    ChunkedHeadLoss          compute the loss in chunks of tokens; one chunk has logits at a time
+    ChunkedHeadLoss          compute the loss chunk by chunk, with the logits of one chunk at a time
     TiedEmbeddingFunction    use one buffer for both gradients of the weight that the embedding
                              and the head share
 
-Shapes: B batch, T time, N tokens (B * T), n tokens of a chunk, r tokens of a slice, C channels,
-V vocabulary.
+Shapes: B batch size, T tokens per sequence, N = B * T tokens, n tokens per chunk, r tokens per
+slice, C channels, V vocabulary size.
 """
 
 import math
@@ -23,27 +23,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Bytes of a chunk of logits, at most: small beside a step, enough tokens for fast matmuls.
+# Maximal bytes of a chunk of logits: few compared with a step, but enough for fast matmuls.
 LOGITS_CHUNK_BYTES = 5 * 2**24
-# Elements of a slice of logits in float32. These 16 MiB stay in the cache of an A100, an H100 or an
-# RTX 4090 (40 to 72 MB).
+# Number of float32 elements in a slice of logits. They take 16 MiB, so a slice fits in the cache of
+# an A100, an H100 or an RTX 4090 (40 to 72 MB).
 SOFTMAX_SLICE_ELEMENTS = 2**22
-VOCAB_MULTIPLE = 64  # tensor cores are faster if the length of a row of logits is a multiple of it
+VOCAB_MULTIPLE = 64  # tensor cores are faster if a row of logits has a multiple of 64 elements
 # The number of rows of a slice is a multiple of this. So each float32 slice begins at a multiple of
-# 16 bytes. Compiled code expects that, and would copy a slice that begins elsewhere.
+# 16 bytes. Compiled code expects this alignment, and would copy a slice without it.
 SLICE_ROWS_MULTIPLE = 4
 
 
 def parse_release(version: str) -> tuple[int, ...]:
     """Return the release of a torch build as (major, minor): "2.11.0a0+cu130" -> (2, 11).
 
-    (torch.__version__ >= "2.11" is False for this build, because it comes before release 2.11.)
+    (torch.__version__ >= "2.11" is False for this build, because 2.11.0a0 is older than 2.11.)
     """
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-# Whether a low-precision matmul can add to a float32 matrix: torch.addmm can with out_dtype, from
-# 2.11 on (pytorch#167931), but not on AMD's GPUs.
+# True if torch.addmm can add a low-precision matmul to a float32 matrix (`out_dtype`). This needs
+# torch 2.11 (pytorch#167931), and does not work on AMD's GPUs.
 HAS_ADDMM_OUT_DTYPE = parse_release(torch.__version__) >= (2, 11) and torch.version.hip is None
 EmbedCallable = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
 LossCallable = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -56,12 +56,12 @@ def embed_tied(
     """Look up ids (B, T) int64: return their vectors (B, T, C), and the weight (V, C) for the head.
 
     `plain`: `embed` of model.py, for evaluation and for other kinds of embeddings. `row_by_row`:
-    make the gradient as on a CPU; None: if the weight is on one. (The planner simulates GPUs on a
-    CPU.)
+    make the gradient as on a CPU; None: if the weight is on a CPU. (The planner simulates GPUs on
+    a CPU, so it passes a value.)
 
-    A CPU adds the gradient's rows one by one, always in the same order. A GPU would add them in a
-    random order, and each run would round differently. So a GPU first sorts the ids, and makes the
-    whole gradient from them.
+    A CPU adds the gradient's rows one by one, always in the same order. A GPU would add the rows in
+    a random order, and each run would round differently. So on a GPU, torch's operator first sorts
+    the ids, and then makes the whole gradient.
     """
     special = embedding.padding_idx is not None or embedding.max_norm is not None
     if not torch.is_grad_enabled() or special or type(embedding) is not nn.Embedding:
@@ -74,12 +74,12 @@ def embed_tied(
 class TiedEmbeddingFunction(torch.autograd.Function):
     """Return F.embedding(ids, weight) (B, T, C), and the weight (V, C) again for the head.
 
-    So autograd sees one use of the weight, and `backward` gets two gradients: the head's (V, C),
-    which has existed since backward began, and the embedding's (B, T, C). It adds the second to the
-    first in place. Autograd alone would make a second (V, C) before it adds them. With GPT-2's
-    vocabulary and `full` recompute, no other tensor that a step computes is as large.
+    So autograd sees one use of the weight, and `backward` gets two gradients: the head's gradient
+    of the weight (V, C), made when backward began, and the gradient of the vectors (B, T, C). It
+    adds the second to the first in place. Autograd alone would make another (V, C) tensor. With
+    GPT-2's vocabulary and `full` recompute, a step computes no other tensor as large as (V, C).
 
-    `row_by_row`: add the rows of the embedding's gradient one by one, as on a CPU.
+    `row_by_row`: add the rows of the vectors' gradient one by one, as on a CPU.
     """
 
     @staticmethod
@@ -95,7 +95,7 @@ class TiedEmbeddingFunction(torch.autograd.Function):
         if ctx.row_by_row:
             grad_weight.index_add_(0, ids.flatten(), grad_embedded.flatten(0, -2))
             return grad_weight, None, None
-        # Take some channels at a time: all at once would need a second (V, C).
+        # Process some channels at a time: all channels together would need a second (V, C) tensor.
         n_slices = math.ceil(weight.numel() / (2 * SOFTMAX_SLICE_ELEMENTS))
         for total, part in zip(
             grad_weight.chunk(n_slices, dim=1), grad_embedded.chunk(n_slices, dim=-1), strict=True
@@ -105,9 +105,9 @@ class TiedEmbeddingFunction(torch.autograd.Function):
 
 
 def target_log_prob_(logits: Tensor, target: Tensor, write_softmax: bool) -> Tensor:
-    """Return the log-likelihood (r, 1) of the `target` ids (r, 1) for `logits` (r, V).
+    """Return the log-probability (r, 1) that `logits` (r, V) give to the `target` ids (r, 1).
 
-    If `write_softmax`, `logits` afterwards contain the softmax, else undefined values.
+    Overwrite `logits`: with their softmax if `write_softmax`, else with undefined values.
     """
     # A sum over the vocabulary needs float32. For float32 and float64 `exact` is `logits` itself.
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -115,12 +115,12 @@ def target_log_prob_(logits: Tensor, target: Tensor, write_softmax: bool) -> Ten
     exact = torch.log_softmax(exact, 1, out=None if logits.is_mps else exact)
     found = exact.gather(1, target)
     if write_softmax:
-        # A compiler fuses these operators. It does not support an `out` with other strides.
+        # torch.compile fuses these two operators. It does not support an `out` with other strides.
         if torch.compiler.is_compiling() or logits.is_mps:
             logits.copy_(exact.exp())
         elif logits.is_cuda:
             torch.exp(exact, out=logits)  # `out` also rounds to the precision of `logits`
-        else:  # softmax(log_softmax(x)) = softmax(x), and on a CPU it is twice as fast as exp
+        else:  # softmax(log_softmax(x)) = softmax(x). On a CPU, softmax is twice as fast as exp
             logits.copy_(torch.softmax(exact, 1, out=exact))
     return found
 
@@ -144,9 +144,9 @@ def head_loss(
     Args:
         x: (B, T, C) the result of the last LayerNorm.
         weight: (V, C) the head's weight.
-        labels: (B, T) int64; -100: the token does not count.
-        n_chunks: number of chunks; only one chunk of logits exists at a time. 0: `count_chunks`
-            chooses it. 1: `plain` computes all tokens at once.
+        labels: (B, T) int64. Labels of -100 are ignored.
+        n_chunks: number of chunks of tokens. Only one chunk of logits exists at a time. 0: let
+            `count_chunks` choose the number. 1: let `plain` compute all tokens at once.
         plain: `head_loss` of model.py.
         compiled: compile the softmax of a slice.
     """
@@ -163,7 +163,7 @@ def head_loss(
 def count_chunks(n_tokens: int, vocab_size: int, n_chunks: int, itemsize: int) -> int:
     """Return the number of chunks of the head, at most one for each token.
 
-    `n_chunks`: this number; 0: as few chunks of at most `LOGITS_CHUNK_BYTES` bytes as possible.
+    `n_chunks`: this number; 0: as few chunks as possible, each of at most LOGITS_CHUNK_BYTES.
     `itemsize`: bytes of a logit.
     """
     return max(
@@ -175,8 +175,8 @@ def count_chunks(n_tokens: int, vocab_size: int, n_chunks: int, itemsize: int) -
 def softmax_slice_rows(n_tokens: int, vocab_size: int) -> int:
     """Return the number of tokens of a slice, in a chunk of `n_tokens`.
 
-    Softmax runs slice by slice. A slice has about `SOFTMAX_SLICE_ELEMENTS` logits. But even a very
-    large chunk has only about 32 slices, because each kernel launch costs time, too.
+    Softmax runs slice by slice. A slice has about `SOFTMAX_SLICE_ELEMENTS` logits. A very large
+    chunk has larger slices, only about 32 of them, because each kernel launch costs time, too.
     """
     rows = max(SOFTMAX_SLICE_ELEMENTS // vocab_size, n_tokens // 32)
     return min(
@@ -185,7 +185,7 @@ def softmax_slice_rows(n_tokens: int, vocab_size: int) -> int:
 
 
 def chunk_starts(n_tokens: int, n: int) -> Iterable[int]:
-    """Return the first token of each chunk; a chunk has `n` tokens, the last one maybe fewer.
+    """Return the first token of each chunk. A chunk has `n` tokens; the last may have fewer.
 
     (Chunks are alike, so planner/step.py replaces this function by one that returns only a few.)
     """
@@ -196,12 +196,12 @@ class ChunkedHeadLoss(torch.autograd.Function):
     """Compute the mean loss (a scalar) chunk by chunk, and the gradients already in forward.
 
     Autograd would keep the log-softmax of every chunk until backward. An activation checkpoint
-    around a chunk would compute its logits twice. But the loss is the end of the graph: backward
-    only multiplies its gradients by one number. So forward computes the gradients of a chunk while
-    the chunk's logits exist.
+    around a chunk would compute the chunk's logits twice. But the loss is the end of the graph, so
+    backward only multiplies the loss's gradients by one number. So forward already computes the
+    gradients of a chunk, while the chunk's logits exist.
 
-    Until backward the gradients are those of the sum of all losses. Gradients of the mean would be
-    too small for float16, because GradScaler's factor comes only in backward.
+    Until backward they are gradients of the sum of all losses. Gradients of the mean would be too
+    small for float16, because the factor of GradScaler is applied only in backward.
     """
 
     @staticmethod
@@ -216,7 +216,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss: Tensor):
-        grad_x, grad_weight, count = ctx.saved_tensors  # in place: no other code uses them
+        grad_x, grad_weight, count = ctx.saved_tensors  # overwritten below: no other code uses them
         factor = grad_loss / count.clamp(min=1)
         return grad_x.mul_(factor), grad_weight.mul_(factor), None, None, None
 
@@ -229,14 +229,14 @@ def loss_by_chunks(
     softmax: SoftmaxCallable,
     gradients: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses in nats, and the number of tokens that count, both scalars.
+    """Return the sum of the losses in nats, and the number of labels but -100, both scalars.
 
-    x (N, C), weight (V, C), labels (N,) int64. `gradients`: two tensors for the gradients of that
-    sum; x's (N, C) is overwritten, the weight's (V, C) is added to and must begin as zeros.
+    x (N, C), weight (V, C), labels (N,) int64. `gradients`: tensors for the gradients of that sum.
+    The first, (N, C), is overwritten. The second, (V, C), is added to, so it must begin as zeros.
 
-    A chunk of logits, in the precision of matmuls, is large enough for fast matmuls. Its softmax
-    runs in float32, in slices that stay in a GPU's cache. The gradient of the logits overwrites the
-    logits, and all chunks use the same buffer.
+    Matmuls run on one chunk at a time, in autocast's precision. Softmax runs on one slice of the
+    chunk at a time, in float32, so the slice stays in a GPU's cache. The gradient of the logits
+    overwrites the logits, and all chunks use the same buffer.
     """
     N, V = len(x), len(weight)
     cast_weight = cast_and_pad(weight)  # (V + padding, C)
@@ -246,7 +246,7 @@ def loss_by_chunks(
     buffer = x.new_empty(n, len(cast_weight), dtype=dtype)
 
     sums = torch.promote_types(dtype, torch.float32)
-    count = (labels != -100).sum().to(sums)  # a tensor: to read it would stall a GPU
+    count = (labels != -100).sum().to(sums)  # a tensor: reading it would stall a GPU
     total = torch.zeros_like(count)
     for start in chunk_starts(N, n):
         chunk = slice(start, start + n)
@@ -260,8 +260,8 @@ def loss_by_chunks(
             found[part] = softmax(logits[part], target[part], gradients is not None)
         total -= found.where(kept, 0).sum()
         if gradients is not None:
-            # The gradient at the target is softmax - 1. Compute it in float32 from the logarithm: a
-            # rounded softmax near 1 would leave few digits of the difference.
+            # The gradient at the target is softmax - 1. Compute it in float32 from the log-softmax.
+            # If softmax is near 1 and rounded, the difference has few correct digits.
             logits.scatter_(1, target, found.expm1().to(dtype))
             gradients[0][chunk] = (padded @ cast_weight).mul_(kept)
             x_chunk = x_chunk * kept
@@ -272,8 +272,8 @@ def loss_by_chunks(
 def cast_and_pad(weight: Tensor) -> Tensor:
     """Return `weight` (V, C), or under autocast its low-precision copy (V + padding, C).
 
-    Autocast would make such a copy for each matmul; here one copy serves all. It ends in rows of
-    zeros up to a multiple of `VOCAB_MULTIPLE`, because tensor cores are faster with them.
+    Autocast would make such a copy for each matmul. Here all matmuls use one copy. Rows of zeros at
+    its end make the number of rows a multiple of `VOCAB_MULTIPLE`: tensor cores are faster then.
     """
     kind = weight.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
@@ -289,7 +289,7 @@ def cast_and_pad(weight: Tensor) -> Tensor:
 def addmm_rows(width: int) -> int:
     """Return the number of rows that `addmm_into` adds at a time, for rows of `width` elements.
 
-    It is a multiple of `VOCAB_MULTIPLE`, because matmuls are faster if they begin at such a row.
+    It is a multiple of `VOCAB_MULTIPLE`: a matmul is faster if its first row is such a multiple.
     """
     return max(VOCAB_MULTIPLE, SOFTMAX_SLICE_ELEMENTS // width // VOCAB_MULTIPLE * VOCAB_MULTIPLE)
 
@@ -297,7 +297,7 @@ def addmm_rows(width: int) -> int:
 def addmm_into(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add `a` (V, n) @ `b` (n, C) to `total` (V, C) in place, in the precision of `total`.
 
-    No second tensor of the size of `total` is made.
+    This makes no second tensor of the size of `total`.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)

@@ -1,28 +1,28 @@
-"""Offload: CPU memory holds the tensors that blocks keep for backward.
+"""Offload: store the tensors that blocks keep for backward in CPU memory, not on the GPU.
 
-With `full` that is one tensor a block. DeepSpeed calls it cpu_checkpointing, and Unsloth does it by
-default. Offload is exact: it copies bytes to CPU memory and back.
+With the policy `full`, each block keeps one tensor. DeepSpeed calls this cpu_checkpointing; Unsloth
+does it by default. Offload does not change any value: it copies bytes to CPU memory and back.
 
-On a GPU these copies run beside the computation. Python only fills queues of work, called
-*streams*, and runs far ahead of the GPU. A stream does its own work in order, and ignores the other
-streams unless it is told to wait for one. Offload uses three streams: *compute* runs the model,
-*out* copies tensors to the CPU, and *home* copies them back.
+On a GPU the copies run at the same time as the computation. Python only puts work into queues,
+called *streams*, and does not wait for the GPU. Each stream does its work in order. It waits for
+another stream only if Python queues such a wait. Offload uses three streams: *compute* runs the
+model, *out* copies tensors to the CPU, and *home* copies tensors back to the GPU.
 
-    when                             queued work
-    forward keeps a tensor           out:      wait until it is computed; copy it to the CPU
-    forward has kept two more        compute:  wait for that copy; then free the tensor's memory
-    backward of the block after it   home:     wait until new memory is free; copy the tensor back
-    backward of its block needs it   compute:  wait for that copy; go on
+    event                            work that Python puts into a stream
+    forward keeps a tensor           out:      wait for compute; copy the tensor to the CPU
+    forward has kept two more        compute:  wait for that copy; then the tensor's memory is free
+    backward of next block begins    home:     wait for compute; copy the tensor to new GPU memory
+    backward of its block needs it   compute:  wait for that copy; use the tensor
 
-So while backward of one block runs, the tensors for the next backward come back, and no others.
+So during the backward of one block, only the tensors for the next backward are copied back.
 
-Why does the compute stream wait for the copy out? The allocator gives freed memory at once to the
-next request *on the same stream*, because the queue keeps the old and the new use apart. So the
-compute stream allocates and frees all GPU memory here, and waits for each copy that uses it. (With
-`record_stream` the allocator would wait instead. But it would learn late that a copy is done, take
-other memory until then, and save nothing.)
+Why does compute wait for the copy to the CPU? The allocator gives freed memory at once to the next
+request on the same stream. The order of that stream separates the old use from the new use. A copy
+on another stream is not in this order. So compute allocates and frees all GPU memory here, and
+waits for each copy that uses it. (With `record_stream` the allocator itself would wait for copies.
+But it learns late that a copy is done, takes other memory until then, and so saves nothing.)
 
-On a CPU, where the planner simulates steps, the same code makes plain copies.
+On a CPU, where the planner simulates steps, the same code makes ordinary copies.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 MIN_OFFLOAD_BYTES = 2**20  # bytes; a smaller tensor is not worth a copy and stays on the device
-MAX_COPIES_IN_FLIGHT = 2  # tensors that may be on their way out before the compute stream waits
+MAX_COPIES_IN_FLIGHT = 2  # unfinished copies to the CPU that the compute stream does not wait for
 
 
 class PinnedPool:
-    """A pool of host buffers in CPU memory: `acquire_buffers` lends buffers, `release_buffers` gets
-    them back.
+    """A pool of host buffers (in CPU memory). `acquire_buffers` takes buffers from the pool, and
+    `release_buffers` returns them.
 
-    The pool outlives a step, because pinning takes milliseconds for each buffer. torch pins buffers
-    of 2^n bytes only. So a tensor is split over several buffers: 532 MiB over 512 + 16 + 4.
+    The pool keeps its buffers from step to step, because pinning a buffer takes milliseconds. torch
+    pins only sizes of 2^n bytes. So a tensor is split: 532 MiB over buffers of 512, 16 and 4 MiB.
     """
 
     def __init__(self) -> None:
@@ -56,8 +56,8 @@ class PinnedPool:
         self.free_buffers: dict[int, list[Tensor]] = {}  # bytes -> the free buffers of that size
 
     def acquire_buffers(self, like: Tensor) -> list[Tensor]:
-        """Return host buffers for the 1-D `like`. Raises MemoryError if no more can be pinned."""
-        pinned = like.device.type == "cuda"  # unpinned memory cannot be copied beside computation
+        """Return host buffers for a 1-D tensor. Raises MemoryError if memory cannot be pinned."""
+        pinned = like.device.type == "cuda"  # without pinning, no copy can overlap computation
         blocks: list[Tensor] = []
         try:
             for size in buffer_sizes(like.nbytes):
@@ -72,7 +72,7 @@ class PinnedPool:
         return blocks
 
     def reuse_or_allocate(self, size: int, pinned: bool) -> Tensor:
-        """Return a host buffer of `size` bytes."""
+        """Return a host buffer of `size` bytes: a free one, or else a new one."""
         if unused := self.free_buffers.get(size):
             return unused.pop()
         block = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=pinned)
@@ -88,8 +88,8 @@ class PinnedPool:
 def buffer_sizes(n: int) -> list[int]:
     """Return the sizes in bytes of the host buffers for `n` bytes, the largest first.
 
-    The sizes are at most six powers of two. Their sum is at least n, and at most n * 33 / 32 (below
-    1 KiB: at most n + 15).
+    There are at most six sizes, all powers of two. Their sum is at least n, and at most n * 33 / 32
+    (below 1 KiB: at most n + 15).
     """
     unit = max(16, 2 ** n.bit_length() // 64)
     units = -(-n // unit)
@@ -97,7 +97,7 @@ def buffer_sizes(n: int) -> list[int]:
 
 
 def pinned_nbytes(n: int) -> int:
-    """Return the bytes of all host buffers for `n` bytes."""
+    """Return the total bytes of the host buffers for a tensor of `n` bytes."""
     return sum(buffer_sizes(n))
 
 
@@ -112,20 +112,20 @@ def split_over_buffers(flat: Tensor, buffers: list[Tensor]) -> Iterator[tuple[Te
 
 
 class Offload:
-    """Offload for one forward: copy out what each block keeps, and fetch it before its backward."""
+    """Offload for one forward: copy tensors to the CPU, and back before a block's backward."""
 
     def __init__(self, pool: PinnedPool):
         self.pool = pool
         self.at_work: list[nn.Module] = []  # the blocks that run now
-        self.weights: set[ref[UntypedStorage]] | None = None  # of those blocks
-        # (tensor, event after its copy): this reference keeps the memory until the copy is done.
+        self.weights: set[ref[UntypedStorage]] | None = None  # storages of their weights
+        # (tensor, event after its copy). This reference keeps the tensor's memory during the copy.
         self.in_flight: deque[tuple[Tensor, Any]] = deque()
-        self.newest = OffloadedStorages()  # of the block or group that ran last
+        self.newest = OffloadedStorages()  # tickets of the block or group that ran last
 
     def wrap(
         self, run: Callable[[Tensor], Tensor], moves: bool, blocks: list[nn.Module]
     ) -> Callable[..., Tensor]:
-        """Wrap `run`, which runs `blocks` (one, or a group); if `moves`, offload what they keep."""
+        """Wrap `run`, which runs `blocks`. If `moves`, offload the tensors that the blocks keep."""
 
         def run_with_hooks(x: Tensor, kv_cache: None = None) -> Tensor:
             before, mine = self.newest, OffloadedStorages()
@@ -134,8 +134,8 @@ class Offload:
             with saved_tensors_hooks(pack, unpack) if moves else nullcontext():
                 x = run(x)
             if before:
-                # Backward of these blocks begins with the gradient of x. Fetch now the tensors of
-                # the blocks before them: backward will need those next.
+                # Backward of these blocks begins when it has the gradient of x. At that moment,
+                # start to copy back the tensors of the block before, which backward needs next.
                 x.register_hook(lambda _: prefetch_all(before))
             self.newest = mine
             return x
@@ -143,22 +143,22 @@ class Offload:
         return run_with_hooks
 
     def pack(self, tickets: OffloadedStorages, tensor: Tensor) -> Any:
-        """Return the object that autograd keeps instead of `tensor`; `unpack` reverses that.
+        """Return the object that autograd keeps instead of `tensor`. `unpack` restores the tensor.
 
-        The object is a ticket for the tensor's storage, with the tensor's size, strides and offset.
-        (q, k and v are views of one storage, which is copied once.) A weight or a small tensor
-        stays on the device.
+        The object is a ticket (OffloadedStorage) with the tensor's size, strides and offset. All
+        tensors in one storage share its ticket, so the storage of q, k and v is copied only once.
+        A weight or a small tensor stays on the device.
         """
         storage = tensor.untyped_storage()
         reference = ref(storage)
         if storage.nbytes() < MIN_OFFLOAD_BYTES or self.is_weight(reference):
-            # Without detach an operator that saves its own result would keep itself alive.
+            # Without detach, an operator that saves its own result would never be freed (a cycle).
             return tensor.detach()
-        key = reference, tensor._version, tensor.dtype  # a change in place makes another version
+        key = reference, tensor._version, tensor.dtype  # each change in place makes a new version
         ticket = tickets.get(key)
         if ticket is None:
             flat = (storage.nbytes() // tensor.itemsize,)
-            whole = tensor.detach().as_strided(flat, (1,), 0)  # detach: do not hold the graph
+            whole = tensor.detach().as_strided(flat, (1,), 0)  # detach: do not keep the graph
             ticket = tickets[key] = OffloadedStorage(
                 whole, self.pool, self.pool.acquire_buffers(whole)
             )
@@ -167,58 +167,58 @@ class Offload:
         return ticket, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def is_weight(self, storage: ref[UntypedStorage]) -> bool:
-        """Return whether a storage belongs to a weight of the running blocks: weights stay.
+        """Return whether a storage belongs to a weight of the running blocks.
 
-        Compare storages, because a linear layer saves weight.t(), which is no Parameter. Autocast's
-        copies of weights do not count as weights.
+        Weights stay on the device. Compare storages, because a linear layer saves weight.t(), which
+        is no Parameter. Autocast's copies of weights do not count as weights.
         """
-        # Collect the storages inside the block: sharded weights are gathered only while it runs.
+        # Collect the storages while the block runs: only then are sharded weights gathered.
         if self.weights is None:
             weights = (weight for block in self.at_work for weight in block.parameters())
             self.weights = {ref(weight.untyped_storage()) for weight in weights}
         return storage in self.weights
 
     def wait_for_copies(self, still: int = 0) -> None:
-        """Release the tensors that were copied out, all but the last `still`.
+        """Release the tensors in flight, all except the last `still`.
 
-        The compute stream first waits for these copies. Python does not wait.
+        First make the compute stream wait for their copies. Python does not wait.
         """
         while len(self.in_flight) > still:
             whole, sent = self.in_flight.popleft()
             copy_streams(whole.device).compute_stream().wait_event(sent)
-            del whole  # only after wait_event: else its memory may be reused during the copy
+            del whole  # only after wait_event, or its memory could be reused during the copy
 
 
 def unpack(kept: Any) -> Tensor:
-    """Return the tensor that backward needs for `kept`, the result of `pack`."""
+    """Return the tensor that `pack` replaced by `kept`."""
     return kept if isinstance(kept, Tensor) else kept[0].wait().as_strided(*kept[1:])
 
 
 class OffloadedStorage:
-    """One storage in CPU memory, and its way back to the device.
+    """A ticket: one storage that was copied to CPU memory, and can be copied back to the device.
 
-    It lives as long as autograd keeps a tensor of that storage.
+    It exists as long as autograd keeps a tensor of that storage.
     """
 
     def __init__(self, whole: Tensor, pool: PinnedPool, buffers: list[Tensor]):
         self.device, self.pool, self.buffers = whole.device, pool, buffers
         self.numel, self.dtype = whole.numel(), whole.dtype
-        self.back: Tensor | None = None  # the copy on the device, complete or on its way
+        self.back: Tensor | None = None  # the copy on the device, finished or not
         self.streams = copy_streams(self.device)
-        # Wait for the compute stream. It computes the tensor, and it has waited (in
-        # `acquire_buffers` or `__del__`) for the last copy that read these host buffers.
+        # Let `out` wait for the compute stream. That stream computes the tensor. It has also
+        # waited (in `wait` or `__del__`) for the last copy that read these host buffers.
         self.streams.out.wait_stream(self.streams.compute_stream())
         self.sent = self.streams.copy(self.streams.out, split_over_buffers(whole, buffers))
 
     def prefetch(self) -> None:
-        """Start the copy back to the device, unless it has started."""
+        """Start the copy back to the device, unless the copy has already started."""
         if self.back is not None:
             return
         self.computing = self.streams.compute_stream()
         back = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        # The compute stream may still use this memory for the tensor that had it before. This wait
-        # covers the copy out, too: the compute stream has waited for that copy in
-        # `wait_for_copies`.
+        # The compute stream may still use this memory for an earlier tensor. This wait also covers
+        # the copy to the CPU, because the compute stream has waited for that copy (in
+        # `wait_for_copies`).
         self.streams.home.wait_stream(self.computing)
         homewards = ((block, part) for part, block in split_over_buffers(back, self.buffers))
         self.arrived = self.streams.copy(self.streams.home, homewards)
@@ -232,7 +232,7 @@ class OffloadedStorage:
         return self.back
 
     def __del__(self) -> None:
-        # The copy back may still run if backward failed before it took the storage.
+        # The copy back may still be running, if backward failed before it called `wait`.
         if self.back is not None:
             self.computing.wait_event(self.arrived)
         self.pool.release_buffers(self.buffers)
@@ -245,7 +245,7 @@ OffloadedStorages = WeakValueDictionary[
 
 
 def prefetch_all(tickets: OffloadedStorages) -> None:
-    """Start the copies back of a block's tensors; backward needs the last one first."""
+    """Start to copy a block's storages back: the last one first, as backward needs it first."""
     for ticket in reversed(list(tickets.values())):
         ticket.prefetch()
 

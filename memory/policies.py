@@ -1,21 +1,21 @@
 """Recompute policies: a policy chooses the tensors that a block keeps for backward.
 
-Backward of a linear layer needs the layer's input, backward of GELU needs GELU's input, and so on:
-autograd keeps a tensor when it goes *into* an operator whose backward will need it. An activation
-checkpoint, `activation_checkpoint(f, x)`, keeps only x. When backward asks for the first of the
-other tensors, the checkpoint calls f(x) again (scripts/checkpoint_from_scratch.py shows how). A
-policy chooses the parts of a block that go into checkpoints. Two facts decide what a checkpoint
-costs:
+Backward of a linear layer needs the layer's input, backward of GELU needs GELU's input, and so on.
+Autograd keeps these inputs in forward. An activation checkpoint, `activation_checkpoint(f, x)`,
+keeps only x, and none of the tensors inside f. When backward needs the first of those tensors, the
+checkpoint calls f(x) again (scripts/checkpoint_from_scratch.py shows how). A policy chooses the
+parts of a block that run in activation checkpoints. Two rules determine the cost of a checkpoint:
 
-- Recomputation stops when it has made the last tensor that backward needs (*early stop*). A linear
-  layer's input is kept before the layer runs. So if f ends in a linear layer, its matmul is not
-  repeated: `activation_checkpoint(lambda wide: c_proj(gelu(wide)), wide)` recomputes a GELU and no
-  matmul.
-- Dropout draws a mask after the matmul before it, and backward needs the mask. So if f ends in
-  dropout, that matmul is repeated. Therefore a checkpoint around a half of a block ends before the
-  dropout of that half; `block.add_residuals` applies it. A checkpoint around a whole block (`full`,
+- Recomputation stops as soon as the last tensor that backward needs exists (*early stop*). Backward
+  of a linear layer needs only the layer's input. So if f ends in a linear layer, recomputation does
+  not repeat its matmul. For example, `activation_checkpoint(lambda wide: c_proj(gelu(wide)), wide)`
+  recomputes a GELU but no matmul.
+- Backward of dropout needs the dropout mask, which is drawn after the matmul before it. So if f
+  ends in a linear layer and dropout, recomputation repeats that layer's matmul. Therefore a
+  checkpoint around one half of a block ends before the dropout of that half, and
+  `block.add_residuals` applies the dropout outside. A checkpoint around a whole block (`full`,
   `sdpa`), or around everything after attention (`qkv`), contains the last dropout: it repeats the
-  last c_proj if dropout is on, and stops before it if dropout is off.
+  last c_proj if dropout is on, and stops before this layer if dropout is off.
 
 No policy changes one bit of the loss or of a gradient.
 
@@ -24,10 +24,10 @@ autocast (the residual stream stays float32), with d_ff = 4 C:
 
     x  4     ln_1  2     qkv  6     attention  2     x2  4     ln_2  2     c_fc  8     gelu  8
 
-x is the block's input. x2 is x after the attention half. The others are the results of the layers
-with these names. With fused attention and without dropout, `none` keeps all of them: 36. (Beside
-them it keeps the softmax's normaliser, 4 H / C, and the LayerNorms' means and deviations, 16 / C.)
-`POLICIES` lists what the other policies keep.
+x is the block's input. x2 is x plus the result of the attention half. Each other tensor is the
+result of the layer with that name. With fused attention and without dropout, `none` keeps all these
+tensors: 36. (It also keeps the softmax's normaliser, 4 H / C, and the means and deviations of the
+LayerNorms, 16 / C.) `POLICIES` lists the tensors that each policy keeps.
 """
 
 import math
@@ -49,9 +49,9 @@ from .offload import Offload, PinnedPool
 def activation_checkpoint(run: Callable, *inputs: Tensor, has_dropout: bool, **options: Any) -> Any:
     """Return `run(*inputs)`, computed in a non-reentrant activation checkpoint.
 
-    The reentrant variant has no early stop, and fails in some DDP settings. `has_dropout`: `run`
-    has dropout, so keep the RNG's state. Without it recomputation would draw other masks, and
-    gradients would be wrong without an error. `options`: more arguments of torch's checkpoint.
+    The reentrant variant has no early stop, and fails in some DDP settings. `has_dropout`: keep the
+    RNG's state, because `run` has dropout. Otherwise recomputation would draw other masks, and the
+    gradients would be wrong, without an error. `options`: more arguments of torch's checkpoint.
     """
     if has_dropout and checkpoint_loses_rng(inputs[0].device) and not torch.compiler.is_compiling():
         run = with_replayed_rng(run)
@@ -68,8 +68,8 @@ def checkpoint_loses_rng(device: torch.device) -> bool:
 def default_generator(device: torch.device) -> torch.Generator:
     """Return the default random generator of a device, to save and restore its state.
 
-    Do not use torch.cuda.set_rng_state: in some releases it copies the state with an operator. A
-    selective checkpoint raises an error if recomputation runs an operator that forward did not run.
+    Do not use torch.cuda.set_rng_state instead. In some releases it runs an operator, and selective
+    checkpoints raise an error if recomputation runs an operator that forward did not run.
     """
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]
@@ -93,7 +93,7 @@ class SavedRNGState:
 def with_replayed_rng(run: Callable) -> Callable:
     """Wrap `run` so that later calls draw the same random numbers as the first call.
 
-    At its end a later call restores the state that the RNG had before that call.
+    When a later call ends, it restores the state that the RNG had before that call.
     """
     start = SavedRNGState()
 
@@ -115,10 +115,10 @@ def with_replayed_rng(run: Callable) -> Callable:
 MLP_CHUNK_ELEMENTS = 2**25
 CHUNK_MULTIPLE = 64  # tokens: the length of a chunk is a multiple of it
 
-# A policy maps a block's input x (B, T, C) to the block's result (B, T, C). It calls the parts of
-# `block`, a model.Block, and has no arithmetic of its own. The block itself calls its policy, in
-# `block(x, policy=cheap)`, instead of its plain forward. So everything that wraps a block's forward
-# (sharding of weights, a compiler) works with every policy.
+# A policy maps a block's input x (B, T, C) to the block's result (B, T, C). It calls the methods of
+# `block`, a model.Block, and has no arithmetic of its own. `block(x, policy=cheap)` calls `cheap`
+# inside the block's forward. So everything that wraps a block's forward (sharding of weights, a
+# compiler) works with every policy.
 #
 # `chunk_sizes` maps the number of tokens of a sequence to the numbers of tokens of its chunks.
 # Backward recomputes the MLP half chunk by chunk. None: the sequence is one chunk.
@@ -126,9 +126,9 @@ ChunkSizesFn = Callable[[int], list[int]] | None
 
 
 def cheap(block: Any, x: Tensor) -> Tensor:
-    """Recompute the LayerNorms and GELU, and no matmul.
+    """Recompute the LayerNorms and GELU, but no matmul.
 
-    Megatron-LM: output-discarding recompute. llm.c: -r 2.
+    Megatron-LM calls this output-discarding recompute. In llm.c it is the flag -r 2.
     """
 
     def attention(before: Tensor) -> Tensor:
@@ -143,22 +143,22 @@ def cheap(block: Any, x: Tensor) -> Tensor:
 
 
 def recompute_mlp(block: Any, x: Tensor, chunk_sizes: ChunkSizesFn = None) -> Tensor:
-    """Recompute the MLP half. Megatron-LM: --recompute-modules mlp."""
+    """Recompute the MLP half, like --recompute-modules mlp of Megatron-LM."""
     return block.add_residuals(x, block.attention, checkpointed_mlp(block, chunk_sizes))
 
 
 def checkpointed_mlp(block: Any, chunk_sizes: ChunkSizesFn) -> Callable[[Tensor], Tensor]:
     """Return a function (B, T, C) -> (B, T, C): the MLP half in an activation checkpoint.
 
-    With `chunk_sizes` each chunk of tokens has its own checkpoint. Backward then recomputes one
-    chunk at a time, so the (tokens, d_ff) tensors of only one chunk exist at a time. A chunk keeps
-    its part of x2, which is a view. The loss and the gradients that flow back through the blocks
-    keep their bits: a token's row of a matmul does not depend on other rows. But the gradients of
-    ln_2 and of the MLP's two layers are sums over tokens, and chunks change the rounding of these
+    With `chunk_sizes`, each chunk of tokens has its own checkpoint. Backward then recomputes one
+    chunk at a time, so only one chunk's (tokens, d_ff) tensors exist at a time. A chunk keeps only
+    its part of x2, which is a view. Chunks do not change one bit of the loss or of an activation's
+    gradient: a token's row of a matmul does not depend on other rows. But the gradients of the
+    weights of ln_2 and of the MLP are sums over tokens, and chunks change the rounding of these
     sums.
 
-    All chunks are in one graph, so autograd sums the gradients of each weight before DDP or FSDP
-    see them. (An autograd.Function with one backward for each chunk would show them one by one.)
+    All chunks are in one graph, so DDP or FSDP gets the gradient of a weight after autograd has
+    summed it over the chunks. (An autograd.Function per chunk would pass on each chunk's gradient.)
     Autocast's cache of weights must be off. Otherwise all chunks would share one low-precision copy
     of a weight, and autograd would sum their gradients in that precision.
     """
@@ -169,7 +169,7 @@ def checkpointed_mlp(block: Any, chunk_sizes: ChunkSizesFn) -> Callable[[Tensor]
 def map_chunks(run: Callable[[Tensor], Tensor], x: Tensor, sizes: list[int]) -> Tensor:
     """Apply `run` to chunks of x (B, T, C) along T; return the results as one (B, T, C).
 
-    `sizes`: tokens of each chunk.
+    `sizes`: number of tokens of each chunk.
     """
     if len(sizes) == 1:
         return run(x)
@@ -181,8 +181,8 @@ def sizes_of_chunks(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
 
     `n_chunks`: the maximal number of chunks; 0: chunks of about `MLP_CHUNK_ELEMENTS` elements. All
     chunks except the last have the same length, a multiple of CHUNK_MULTIPLE. The last has at least
-    CHUNK_MULTIPLE tokens (unless the sequence is shorter). Some kernels round differently for a few
-    rows, or for the last rows of a matmul.
+    CHUNK_MULTIPLE tokens (unless the sequence is shorter). Otherwise results could
+    change: some kernels round differently for only a few rows, or for the last rows of a matmul.
     """
     units = max(1, n_tokens // CHUNK_MULTIPLE)
     each = math.ceil(units / (n_chunks or math.ceil(n_tokens * d_ff / MLP_CHUNK_ELEMENTS)))
@@ -191,14 +191,14 @@ def sizes_of_chunks(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
 
 
 def recompute_attention(block: Any, x: Tensor) -> Tensor:
-    """Recompute the attention half. Megatron-LM: --recompute-modules core_attn, and its linears."""
+    """Recompute the attention half: Megatron-LM's --recompute-modules core_attn, and c_attn."""
     has_dropout = block_has_dropout(block)
 
     def attention(before: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             return activation_checkpoint(block.attention, before, has_dropout=has_dropout)
-        # A compiler has no early stop: with c_proj in the checkpoint, it would repeat c_proj to
-        # recompute x2.
+        # torch.compile has no early stop. If c_proj were in the checkpoint, compiled code would
+        # repeat c_proj to recompute x2.
         attended = activation_checkpoint(
             lambda x: block.attn.attend(block.qkv(x)), before, has_dropout=has_dropout
         )
@@ -217,12 +217,12 @@ def keep_qkv(block: Any, x: Tensor) -> Tensor:
     return activation_checkpoint(rest, x, attended, has_dropout=block_has_dropout(block))
 
 
-# Operators whose results a policy can keep. Its checkpoint is around the whole block, but it also
-# keeps these results, and recomputation uses them. The lists must name overloads (.default). A
-# linear layer with a bias is addmm, not mm. The attention operator depends on the device.
+# A *selective checkpoint* around a whole block keeps x and the results of these operators, and
+# recomputation reuses the results. The lists must name overloads (.default). A linear layer with a
+# bias is addmm, not mm. Attention is another operator on each device.
 #
-# torch holds the results itself, not as saved tensors. So offload does not see them, and moves only
-# the block's input. (If a compiler has taken the checkpoint apart, offload sees them.)
+# torch keeps the results in the checkpoint, not as saved tensors. So offload's hooks do not get the
+# results, and offload moves only x. (In compiled code they are saved tensors, so it moves them.)
 ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -236,9 +236,9 @@ MATMUL_OPS = [
 ]
 
 
-# From 2.14 on this argument of torch's checkpoint decides whether hooks see those results. Without
-# it torch warns that they will see them by default one day. Offload would then move more than the
-# planner predicts.
+# From torch 2.14 on, this argument of torch's checkpoint decides whether hooks get these results.
+# Without the argument, torch warns that hooks will get them by default one day. Offload would then
+# move more tensors than the planner predicts.
 HAS_RESPECT_HOOKS = "respect_saved_tensors_hooks" in signature(torch_checkpoint).parameters
 HIDDEN_FROM_HOOKS = {"respect_saved_tensors_hooks": False} if HAS_RESPECT_HOOKS else {}
 
@@ -249,7 +249,7 @@ def keep_results_of(operators: list) -> Callable[..., Tensor]:
 
     def run(block: Any, x: Tensor, chunk_sizes: ChunkSizesFn = None) -> Tensor:
         has_dropout, attention = block_has_dropout(block), block.attention
-        # In compiled code each operator that draws numbers has an RNG state of its own.
+        # (Compiled code does not need this: there each random operator has its own RNG state.)
         if has_dropout and not torch.compiler.is_compiling():
             attention = with_rng_restored_after(block.attention)
         feed_forward = checkpointed_mlp(block, chunk_sizes) if chunk_sizes else block.feed_forward
@@ -262,11 +262,11 @@ def keep_results_of(operators: list) -> Callable[..., Tensor]:
 
 
 def with_rng_restored_after(attention: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap a block's attention half, (B, T, C) -> (B, T, C), and keep the RNG's state after it.
+    """Wrap a block's attention half, (B, T, C) -> (B, T, C): save the RNG's state after attention.
 
-    Recomputation restores that state. On a GPU attention draws its mask inside one operator. A
-    recomputation that reuses the operator's result skips this draw, so the next dropout would get
-    attention's random numbers.
+    Recomputation restores that state. On a GPU, attention draws its mask inside one operator. If
+    recomputation reuses the operator's result, it does not draw this mask. Then the next dropout
+    would get attention's random numbers.
     """
     behind_attention = SavedRNGState()
 
@@ -279,10 +279,10 @@ def with_rng_restored_after(attention: Callable[[Tensor], Tensor]) -> Callable[[
 
 
 def checkpoint_to_matmul(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Checkpoint `run`, which ends in a linear layer; the next operator may keep its result.
+    """Checkpoint `run`, which ends in a linear layer. The next operator may keep its result.
 
-    Early stop leaves that layer out of the recomputation. A compiler has no early stop. It would
-    drop the result and repeat the matmul, so `contexts` tells it to keep the results of matmuls.
+    Early stop leaves the layer out of recomputation. torch.compile has no early stop: it would drop
+    the layer's result and repeat the matmul. So `contexts` tells it to keep results of matmuls.
     """
     compiled = torch.compiler.is_compiling()
     contexts = partial(create_selective_checkpoint_contexts, MATMUL_OPS)
@@ -292,30 +292,30 @@ def checkpoint_to_matmul(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def block_has_dropout(block: Any) -> bool:
-    """Tell whether dropout is on in a model.Block."""
+    """Return whether dropout is on in a model.Block."""
     return block.dropout.p > 0
 
 
 class Policy(NamedTuple):
     """The description of a policy for formulas, tables and pages.
 
-    Tensors have the names in the docstring of this file. `c_proj` is the low-precision copy of its
-    weight, `mask` the masks of both dropouts, `results` the results of both c_proj. `sizes` in
-    planner/formulas.py has the bytes of each name.
+    Tensors have the names in the docstring of this file. Three more names: `c_proj` is the
+    low-precision copy of attn.c_proj's weight, `mask` both dropouts' masks, and `results` the
+    results of both c_proj. `sizes` in planner/formulas.py has the bytes of each name.
     """
 
-    saved_tensors: str  # tensors of a block
-    # Matmuls, and attention, that backward repeats. With dropout a policy that repeats c_fc and
-    # keeps no mask also repeats the last matmul.
+    saved_tensors: str  # names of the tensors that a block keeps
+    # Matmuls and attention that backward repeats. With dropout, backward also repeats the block's
+    # last matmul if the policy repeats c_fc and keeps no mask.
     recomputed_ops: str
     description: str  # the description for users
-    forward: Callable[..., Tensor] | None = None  # (block, x) -> x; None: model.py does it
+    forward: Callable[..., Tensor] | None = None  # (block, x) -> x; None: the plain forward
     by_operator: bool = False  # keeps attention's result only if one operator makes it
     supports_mlp_chunks: bool = False  # can recompute the MLP half in chunks (`mlp_chunks`)
 
 
 ATTENTION_TENSORS, MLP_TENSORS = "x ln_1 qkv attention c_proj mask", "x2 ln_2 c_fc gelu"
-POLICIES = {  # the comments: kept bytes of a block in units of B * T * C; other names of the policy
+POLICIES = {  # comments: bytes that a block keeps, in units of B * T * C; names in other libraries
     "none": Policy(f"{ATTENTION_TENSORS} {MLP_TENSORS}", "",  # 36
         "every intermediate is kept; the head runs in chunks of tokens"),
     "cheap": Policy("x qkv attention c_proj mask x2 c_fc", "",  # 24
@@ -351,8 +351,8 @@ STRING = re.compile(
 
 
 class RecomputePlan(NamedTuple):
-    """The meaning of a policy string for a model; see `parse_recompute_plan` and
-    `format_recompute_plan`."""
+    """A policy string, parsed for a model. `parse_recompute_plan` makes a plan, and
+    `format_recompute_plan` makes the policy string again."""
 
     policies: tuple[str, ...]  # one for each block
     group_size: int = 1  # number of blocks in each shared checkpoint; only `full` blocks share one
@@ -384,7 +384,7 @@ def parse_recompute_plan(text: str, n_layers: int) -> RecomputePlan:
     `mlp:7`      `mlp` in the first 7 blocks, `none` in the others
     `mlp:7,full` `mlp` in the first 7 blocks, `full` in the others
     `full/2`     `full`, with one checkpoint around every 2 blocks; `full:8/2`: in the first 8
-    `+nested`    inside that checkpoint one more around each block: see `as_one_block`
+    `+nested`    also one checkpoint around each block inside the group: see `as_one_block`
     `+offload`   CPU memory holds the tensors that the policies keep
 
     Raises ValueError if the string is invalid. The message is one line and has the grammar.
@@ -436,11 +436,11 @@ def format_recompute_plan(recompute: RecomputePlan) -> str:
     return text + "+nested" * nested + "+offload" * offload
 
 
-# (function of x that runs a block or a group; whether MiniGPT.forward checkpoints that function)
+# (function that runs a block or group on x, True if MiniGPT.forward checkpoints that function)
 BlockCall = tuple[Callable[..., Tensor], bool]
 
 
-@cache  # always the same object: torch.compile would compile a second, equal one again
+@cache  # return the same object again: torch.compile would compile again for a new object
 def block_policy(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tensor] | None:
     """Return the function for `block(x, policy=...)`, or None for the block's plain forward."""
     entry = POLICIES[policy]
@@ -453,26 +453,26 @@ def block_policy(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tenso
 
 
 class BlockCalls:
-    """The calls of MiniGPT.forward, in order: each block or group, as `config.recompute` says.
+    """The calls of MiniGPT.forward, in order: one per block or group, by `config.recompute`.
 
     Evaluation recomputes nothing.
     """
 
     def __init__(self, plain: Callable[[Any], Iterable[BlockCall]]):
-        """Wrap `plain`, the function of model.py, which knows the policies `none` and `full`."""
+        """Wrap `plain`, the function of model.py, which supports the policies `none` and `full`."""
         self.plain = plain
-        self.offload_pool = PinnedPool()  # offload copies to it
+        self.offload_pool = PinnedPool()  # CPU memory for offload
 
     def __call__(self, model: Any) -> Iterable[BlockCall]:
         """Return pairs (function, whether to checkpoint it) for the loop of MiniGPT.forward."""
         config = model.config
-        # `activation_checkpoint` replaces torch's checkpoint where that ignores the RNG.
+        # If torch's checkpoint ignores the RNG, use `activation_checkpoint` instead.
         loses_rng = config.dropout > 0 and checkpoint_loses_rng(next(model.parameters()).device)
         known = config.recompute in ("none", "full") and config.mlp_chunks == 1 and not loses_rng
         return self.plain(model) if known or not model.training else self.calls(model, loses_rng)
 
     def calls(self, model: Any, loses_rng: bool) -> Iterator[BlockCall]:
-        """Yield the pairs for a policy string. `loses_rng`: torch's checkpoint ignores the RNG."""
+        """Yield the pairs of `__call__`. `loses_rng`: torch's checkpoint ignores the RNG."""
         config, blocks, offload = model.config, iter(model.blocks), Offload(self.offload_pool)
         plan = recompute_plan(config)
         try:
@@ -481,14 +481,14 @@ class BlockCalls:
                 run = group[0] if size == 1 else partial(as_one_block, group, plan.nested)
                 if policy_function := block_policy(policy, config.d_ff, config.mlp_chunks):
                     run = partial(run, policy=policy_function)
-                # Checkpoint here, not in MiniGPT.forward, for the RNG (see `__call__`) and for
-                # offload: its hooks see a checkpoint's input only if they are around it.
+                # Checkpoint here, not in MiniGPT.forward: for the RNG (see `__call__`), or because
+                # offload's hooks get a checkpoint's input only if they are around the checkpoint.
                 if is_full and (plan.offload or loses_rng):
                     run = partial(activation_checkpoint, run, has_dropout=config.dropout > 0)
                     is_full = False
                 if plan.offload:
-                    # Move nothing of the last call: its backward comes first, so all of it would
-                    # come straight back.
+                    # Do not offload tensors of the last call. Its backward comes first, so the
+                    # tensors would be copied back at once.
                     moves = policy != "none" and i + 1 < len(plan.checkpoint_groups)
                     run = offload.wrap(run, moves, group)
                 yield run, is_full
@@ -501,13 +501,13 @@ def as_one_block(
 ) -> Tensor:
     """Run a group of K blocks, x (B, T, C) -> (B, T, C); MiniGPT.forward calls it like one block.
 
-    A checkpoint is around the group. Its recomputation holds the tensors of all K blocks at once.
-    `nested`: each block also has a checkpoint of its own. Then recomputation of the group keeps the
-    inputs of its blocks only, and backward recomputes one block at a time.
+    A checkpoint is around the group. Its recomputation keeps the tensors of all K blocks at once.
+    `nested`: each block also has a checkpoint of its own. Then the group's recomputation keeps only
+    the inputs of its blocks, and backward recomputes one block at a time.
 
-    With L blocks `full` keeps L inputs. Nested groups keep L / K inputs in forward and K more in
-    backward; that is least for K = sqrt(L) (Chen et al., 2016, arXiv 1604.06174). They cost
-    (K - 1) / K of one more forward: a group's recomputation ends at the input of its last block.
+    With L blocks, `full` keeps L inputs. Nested groups keep L / K inputs in forward and K more in
+    backward. The sum is least for K = sqrt(L) (Chen et al., 2016, arXiv 1604.06174). Compared with
+    `full`, they add (K - 1) / K of a forward: the group is recomputed up to its last block's input.
     """
     for block in blocks:
         run = partial(block, policy=policy) if policy else block

@@ -1,18 +1,18 @@
 """Sequence parallelism: several processes (ranks) share each sequence.
 
 The method is DeepSpeed Ulysses (Jacobs et al., 2023, https://arxiv.org/abs/2309.14509). Outside of
-attention a model sees each token alone. So each of N ranks computes 1/N of the tokens, and keeps
-1/N of the bytes for backward, with every policy. Attention sees all tokens, but each head alone. So
-an all-to-all before attention exchanges tokens for heads, and one after it does the reverse:
+attention, tokens are independent: each of N ranks computes 1/N of the tokens, and with every policy
+keeps 1/N of the bytes for backward. Attention needs all tokens, but its heads are independent. So
+one all-to-all exchanges tokens for heads before attention, and another exchanges them back:
 
     this rank's t tokens, all H heads     (B, t, 3C)
     all T tokens, this rank's h heads     (B, T, 3hD)    -> attention -> (B, T, hD)
     this rank's t tokens, all H heads     (B, t, C)
 
-For each sequence and block a rank sends 3Ct + hDT elements in forward, as many again if backward
-recomputes attention, and Ct + 3hDT in backward. If N divides T and H, each of these is 4CT/N.
+For each sequence and block, a rank sends 3Ct + hDT elements in forward and Ct + 3hDT in backward.
+If backward recomputes attention, it sends 3Ct + hDT more. If N divides T and H, each sum is 4CT/N.
 
-Shapes: B batch, T time, C channels, H heads, D = C / H; t tokens and h heads of this rank.
+Shapes: B batch size, T tokens, C channels, H heads, D = C / H; t tokens and h heads of this rank.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# An all-to-all: (1-D tensor to send, elements for each rank, elements from each rank) -> the 1-D
-# tensor of the received elements, in the order of the ranks.
+# An all-to-all: (1-D tensor to send, number of elements for each rank, number of elements from each
+# rank) -> 1-D tensor of the received elements, in the order of the ranks.
 AllToAll = Callable[[Tensor, list[int], list[int]], Tensor]
 
 
 def split_evenly(n: int, world_size: int) -> list[int]:
-    """Split `n` things over ranks; return the number of each. The first may have one more."""
+    """Split `n` things over ranks: return a number per rank. The first ranks may have one more."""
     return [n // world_size + (i < n % world_size) for i in range(world_size)]
 
 
@@ -36,13 +36,13 @@ class SequenceShard:
     """This rank's part of each sequence: its tokens, and its heads in attention."""
 
     def __init__(self, rank: int, world_size: int, n_heads: int, all_to_all: AllToAll):
-        """Take part as rank `rank` of `world_size` ranks. `all_to_all`: their all-to-all."""
+        """Set up the part of rank `rank`. `all_to_all` exchanges elements with all ranks."""
         self.rank, self.all_to_all = rank, all_to_all
-        self.heads = split_evenly(n_heads, world_size)  # the number of each rank
-        self.tokens: list[int] = []  # the number of each rank; empty: each has whole sequences
+        self.heads = split_evenly(n_heads, world_size)  # number of heads per rank
+        self.tokens: list[int] = []  # number of tokens per rank; empty: each has whole sequences
 
     def start_sharding(self, T: int) -> slice:
-        """Share sequences of `T` tokens from now on; return the slice of this rank's tokens."""
+        """Share sequences of `T` tokens from now on. Return the slice of this rank's tokens."""
         self.tokens = split_evenly(T, len(self.heads))
         return slice(self.token_offset, self.token_offset + self.tokens[self.rank])
 
@@ -68,18 +68,18 @@ class SequenceShard:
         return WithBackward.apply(y, partial(self.to_tokens, 1), partial(self.to_heads, 1))
 
     def to_heads(self, n: int, x: Tensor) -> Tensor:
-        """Exchange tokens for heads: (B, t, nC), `n` tensors side by side, -> (B, T, nhD)."""
+        """Exchange tokens for heads: (B, t, nC) -> (B, T, nhD). x is `n` tensors side by side."""
         rows = x.unflatten(2, (n, sum(self.heads), -1)).transpose(0, 1)  # (t, B, n, H, D)
         B, D = rows.size(1), rows.size(4)
         send, take = self.split_sizes(B * n * D)
         sent = x.new_empty(x.numel())
-        # Tokens are the first dimension: the received parts are then in order, without a copy.
+        # The first dimension is tokens, so the received parts are in order without another copy.
         for part, place in zip(rows.split(self.heads, dim=3), sent.split(send), strict=True):
             place.view(part.shape).copy_(part)
         return self.all_to_all(sent, send, take).view(sum(self.tokens), B, -1).transpose(0, 1)
 
     def to_tokens(self, n: int, x: Tensor) -> Tensor:
-        """Exchange heads for tokens: (B, T, nhD), `n` tensors side by side, -> (B, t, nC)."""
+        """Exchange heads for tokens: (B, T, nhD) -> (B, t, nC). x is `n` tensors side by side."""
         B, D = x.size(0), x.size(2) // (n * self.heads[self.rank])
         take, send = self.split_sizes(B * n * D)
         came = self.all_to_all(x.transpose(0, 1).reshape(-1), send, take)
@@ -92,8 +92,8 @@ class SequenceShard:
     def split_sizes(self, numbers: int) -> tuple[list[int], list[int]]:
         """Return two lists with a number of elements for each rank.
 
-        The first list is for this rank's tokens with each rank's heads. The second list is for each
-        rank's tokens with this rank's heads. `numbers`: elements for one token and one head.
+        The first list is for this rank's tokens in each rank's heads. The second list is for each
+        rank's tokens in this rank's heads. `numbers`: number of elements per token and head.
         """
         t, h = self.tokens[self.rank], self.heads[self.rank]
         of_heads = [t * heads * numbers for heads in self.heads]
@@ -101,7 +101,7 @@ class SequenceShard:
 
 
 class WithBackward(torch.autograd.Function):
-    """Return `there(x)`; in backward return `back(gradient)`.
+    """Return `there(x)` in forward, and `back(gradient)` in backward.
 
     `there` maps a tensor shaped like x to a tensor of any shape, and `back` does the reverse.
     """

@@ -1,7 +1,7 @@
-"""Do everything in the training loop that depends on the number of processes, for one process.
+"""Methods for everything in the training loop that depends on the number of processes.
 
-A trainer for several processes is a subclass that overrides methods of OneProcess, and nothing
-else: see train_ddp.py, train_fsdp.py and train_sp.py.
+OneProcess has the methods for one process. A trainer for several processes only overrides some
+of them, in a subclass: see train_ddp.py, train_fsdp.py and train_sp.py.
 """
 
 import argparse
@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 
 class OneProcess:
-    """One process with one device. Subclasses are one of several processes."""
+    """One process with one device. Each object of a subclass is one of several processes."""
 
     script = "train_minimal.py"
     rank, world_size = 0, 1
-    gradients_persist = False  # their memory is kept after the update (the planner reads this)
+    gradients_persist = False  # gradients stay allocated after the update (the planner reads this)
     has_own_policy = True  # each process may have its own recompute policy
-    # Gradients are sent during backward, so backward cannot be repeated, and the first steps are
-    # rehearsed: see `retry_with_less_memory`. (False with shards: there forward cannot be repeated,
-    # either.)
+    # True if gradients are sent during backward. Then backward cannot be repeated, so the first
+    # steps are rehearsed: see `retry_with_less_memory`. (With shards this is False: even forward
+    # cannot be repeated, so a rehearsal would not help.)
     rehearses_first_steps = False
     local_world_size = 1  # number of processes on this machine
     # Number of processes that share weights, gradients and moments (the planner reads this, too).
@@ -43,14 +43,14 @@ class OneProcess:
     def __init__(self, device: torch.device):
         """Set up a process that computes on `device`."""
         self.device = device
-        # The command that started this process, without its flags: the script as it was typed.
+        # The command that started this process, without flags, and with the script as it was typed
         typed = sys.argv[0] if os.path.basename(sys.argv[0]) == self.script else self.script
         self.command: tuple[str, ...] = ("python", typed)
         self.run_id = uuid.uuid4().hex  # a run recognises its own snapshots by this id
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "OneProcess":
-        """Return a process with the device that --device asks for.
+        """Return a process with the device that --device names.
 
         Raises UsageError if there is no such device, or if torchrun started several processes.
         """
@@ -71,20 +71,23 @@ class OneProcess:
         return self.local_world_size if self.device.type == "cpu" else 1
 
     def init_process_group(self) -> None:
-        """Connect to the other processes. Called when the flags of this one are known to be good.
+        """Connect to the other processes. Call this after the flags of this process are checked.
 
-        Raises UsageError if the others cannot be reached, or if a flag does not work with several.
+        Raises UsageError if the other processes cannot be reached, or if a flag does not work with
+        several processes.
         """
 
     def materialize(self, model: MiniGPT) -> None:
-        """Allocate the memory of a model on device "meta", which has only shapes. The values of its
-        parameters are undefined until they are filled in."""
+        """Allocate the memory of a model on device "meta" (where tensors have only shapes).
+
+        The values of its parameters are undefined until other code fills them in.
+        """
         model.to_empty(device=self.device)
 
     def local_shard(self, whole: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's rows of the tensor `whole`, sharded as the parameter `like` is.
+        """Return this rank's rows of the tensor `whole`, sharded like the parameter `like`.
 
-        One process has all rows: it returns `whole` itself.
+        A single process has all rows, so it returns `whole` itself.
         """
         return whole
 
@@ -95,8 +98,8 @@ class OneProcess:
     def gradient_sync(self, now: bool) -> AbstractContextManager[Any]:
         """Return a context for forward *and* backward of a micro-batch.
 
-        `now`: backward averages the gradients over all processes; else each process adds up its
-        own.
+        If `now`, backward averages the gradients over all processes. Otherwise each process sums
+        its own gradients.
         """
         return nullcontext()
 
@@ -105,9 +108,9 @@ class OneProcess:
     ) -> Tensor:
         """Scale all gradients in place so that their norm is at most `limit`.
 
-        Returns the norm before, (), in the dtype of the gradients. `foreach`: process many tensors
-        in one kernel; None: where torch can. (The planner passes it: for its simulated GPU torch
-        would choose as for a CPU.)
+        Returns the norm before scaling, (), in the dtype of the gradients. `foreach`: process many
+        tensors in one kernel; None: torch chooses by device. (The planner passes a value, because
+        it simulates GPUs on a CPU, and torch would choose for the CPU.)
         """
         parameters = list(parameters)
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -118,21 +121,21 @@ class OneProcess:
     def grad_norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the L2 norm of all elements of all gradients, (), in float64 (on MPS float32).
 
-        The norm of each row is in float32, and the norm of all these norms in float64. Then the
-        result, rounded to float32, depends neither on the order of the rows nor on their sharding.
+        First compute the norm of each row in float32, then the norm of all these norms in float64.
+        So the result, rounded to float32, depends neither on the order of the rows nor on sharding.
         """
         wide = torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
         rows = [torch.linalg.vector_norm(g, dim=1) if g.dim() > 1 else g for g in gradients]
         return torch.linalg.vector_norm(torch.cat(rows).to(wide))
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Free the gradients after the update: the next forward can use their memory."""
+        """Free the gradients after the update, so that the next forward can use their memory."""
         optimizer.zero_grad()
 
     def discard_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Free the gradients of a step that is given up and repeated.
+        """Free the gradients of a step that will be repeated.
 
-        Gradients that persist are set to zero instead.
+        If `gradients_persist`, set them to zero instead.
         """
         optimizer.zero_grad(set_to_none=not self.gradients_persist)
 
@@ -141,13 +144,13 @@ class OneProcess:
         return True
 
     def remember_out_of_memory(self, policy: str) -> None:
-        """Remember that memory ran out with `policy`, for the processes that torchrun starts next.
+        """Store `policy`, with which memory ran out, for the processes that torchrun starts next.
 
-        One process without torchrun is not started again, and remembers nothing.
+        A single process without torchrun is not started again, so it stores nothing.
         """
 
     def last_out_of_memory(self) -> str:
-        """Return the policy of `remember_out_of_memory`; "" if none was remembered."""
+        """Return the policy that `remember_out_of_memory` stored; "" if it stored none."""
         return ""
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
@@ -159,22 +162,23 @@ class OneProcess:
         return values
 
     def all_gather_object(self, mine: T) -> list[T]:
-        """Return a list of the `mine` of all processes, by rank."""
+        """Return a list with the `mine` of each process, in the order of the ranks."""
         return [mine]
 
     def run_on_rank0(self, act: Callable[[], T]) -> T | None:
         """Call `act` on rank 0 only; return its result there, and None on other ranks.
 
-        Raises, on all ranks, what `run_on_all_ranks` does.
+        Raises the errors of `run_on_all_ranks`, on all ranks.
         """
         return self.run_on_all_ranks(act if self.rank == 0 else lambda: None)
 
     def run_on_all_ranks(self, act: Callable[[], T]) -> T:
         """Call `act` on every rank; return the result of this rank's call.
 
-        If a call raises ValueError (so UsageError, DataError and SnapshotError, which are mistakes
-        of the user) or MemoryError, every rank raises: its own error, else that of the lowest rank
-        with one. So no process waits for one that has ended.
+        If a call raises ValueError or MemoryError, every rank raises an error: its own error or, if
+        it has none, the error of the lowest rank that has one. So no process waits for a process
+        that has ended. (A mistake of the user is a UsageError, a DataError or a SnapshotError. All
+        three are ValueErrors.)
         """
         own_error = None
         try:
@@ -189,27 +193,27 @@ class OneProcess:
     def full_state_dict(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state dicts of model and optimizer, with whole tensors, for a snapshot.
 
-        All processes must call this together. Rank 0 writes the result; on other ranks tensors may
-        be None.
+        All processes must call this together. Rank 0 writes the result to a file. On other ranks
+        the tensors may be None.
         """
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
     def print0(self, line: str) -> None:
         """Print a line on rank 0 only, above the progress bar."""
-        # The reader of the output may be gone (`| head -3`), or the disk with the log may be full.
-        # That rightly ends many programs, but it should not end hours of training. The run
-        # continues without output: metrics.jsonl has all figures, and snapshots are still written.
+        # Printing fails if the program that reads the output has ended (`| head -3`), or if the
+        # disk with the log is full. This should not end hours of training, so the run continues
+        # without output. metrics.jsonl has all figures, and snapshots are still written.
         with suppress(OSError):
             tqdm.write(line)
             sys.stdout.flush()
 
     def print_rank(self, line: str) -> None:
-        """Print a line that concerns this process alone; with several processes add the rank."""
+        """Print a line about this process alone. With several processes, add its rank."""
         OneProcess.print0(self, f"{line} (rank {self.rank})" if self.world_size > 1 else line)
 
     def progress_message(self, message: str) -> AbstractContextManager[Any]:
-        """Return a context in which a terminal shows `message`, for a task that takes long."""
-        hide = None if self.rank == 0 else True  # None: tqdm hides it unless stderr is a terminal
+        """Return a context for a long task; a terminal shows `message` until the context ends."""
+        hide = None if self.rank == 0 else True  # None: tqdm shows it only if stderr is a terminal
         return tqdm(desc=message, bar_format="{desc} ...", leave=False, disable=hide)
 
     def close(self) -> None:

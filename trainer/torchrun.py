@@ -1,4 +1,4 @@
-"""Connect the processes that torchrun started, and end all of them when one fails."""
+"""Connect the processes that torchrun started, and end all of them when one of them fails."""
 
 import argparse
 import hashlib
@@ -22,19 +22,19 @@ from .device import choose_device
 from .flags import UsageError, print_error
 from .process import OneProcess
 
-# Seconds that processes wait for each other at most. It is longer than one process alone may take
-# to save, to compile or to read its data. The variable MINIGPT_TIMEOUT_S, which overrides it, is
-# for tests and for slow disks.
+# Maximal time in seconds that processes wait for each other. While one process alone saves,
+# compiles or reads its data, the others wait for it, so the time must be long enough for that. The
+# environment variable MINIGPT_TIMEOUT_S overrides this value, for tests and for slow disks.
 TIMEOUT_S = "1800"
 
 
 class Torchrun(OneProcess):
-    """One of the processes that torchrun started; it reads its rank and address from variables."""
+    """A process that torchrun started. Environment variables give its rank and rank 0's address."""
 
     def __init__(self, args: argparse.Namespace):
         """Read torchrun's environment variables, and choose the device.
 
-        Raises UsageError if torchrun did not start this process, or as `local_device` does.
+        Raises UsageError if torchrun did not start this process, and the errors of `local_device`.
         """
         self.args = args
         try:
@@ -54,12 +54,12 @@ class Torchrun(OneProcess):
                 f"--nproc-per-node=2 {self.script} (for one device: python train_minimal.py)"
             ) from None
         super().__init__(self.local_device(args.device))
-        # The store remembers the id of the run: all processes have the same id, also those that
-        # `torchrun --max-restarts` starts later. (See resume.load_own_run.)
+        # The store keeps the id of the run. So all processes have the same id, even those that
+        # `torchrun --max-restarts` starts later. (resume.load_own_run uses the id.)
         if self.store is not None:
             self.run_id = self.store.compare_set("minigpt/run", "", self.run_id).decode()
         launcher = ["torchrun", f"--nproc-per-node={self.local_world_size}"]
-        if self.world_size > self.local_world_size:  # several machines: the command for this one
+        if self.world_size > self.local_world_size:  # several machines: give this machine's command
             launcher += [
                 f"--nnodes={os.environ.get('GROUP_WORLD_SIZE', '?')}",
                 f"--node-rank={os.environ.get('GROUP_RANK', '?')}",
@@ -70,16 +70,16 @@ class Torchrun(OneProcess):
 
     @cached_property
     def store(self) -> "dist.Store | None":
-        """Return a connection to torchrun's own store, which outlives the processes it starts.
+        """Return a connection to torchrun's store, which outlives the processes that it starts.
 
-        None if another program than torchrun set the environment variables.
+        Return None if the environment variables were set by a program other than torchrun.
         """
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             return None
         store = dist.TCPStore(self.address, self.port, is_master=False, timeout=self.timeout)
-        # The store could belong to a later torchrun on the same port. On the first machine it is
-        # this process's own if its torchrun is still alive: then that torchrun has held the port
-        # since before it started this process.
+        # The store could belong to a later torchrun on the same port. On the first machine this is
+        # impossible while this process's own torchrun is alive, because that torchrun still has the
+        # port. So end this process if its torchrun is dead.
         end_with_torchrun()
         return store
 
@@ -93,7 +93,7 @@ class Torchrun(OneProcess):
         return self.store.get("minigpt/shortage").decode()
 
     def local_device(self, name: str) -> torch.device:
-        """Return the device that --device `name` means for this process, a GPU of its own if any.
+        """Return this process's device for --device `name`. No two processes have the same GPU.
 
         Raises UsageError if there are more processes than GPUs, or if the device cannot be used.
         """
@@ -111,16 +111,16 @@ class Torchrun(OneProcess):
         return device
 
     def init_process_group(self) -> None:
-        """Connect the CPUs of all processes by gloo. Raises UsageError if gloo finds no way.
+        """Connect the CPUs of all processes by gloo. Raises UsageError if gloo cannot do that.
 
         Python objects and decisions are sent through this group, so they need not wait for the
-        GPUs. The GPUs are connected later (`new_device_group`), when all processes are known to
-        train the same: NCCL would wait half an hour for a process that found no GPU.
+        GPUs. `new_device_group` connects the GPUs later, after a check that all processes have the
+        same settings. (Otherwise NCCL would wait half an hour for a process that found no GPU.)
         """
         options: dict[str, Any] = {"timeout": self.timeout}
         if self.store is not None:
-            # The store also remembers the addresses of processes that died (pytorch#135712). So
-            # the living processes meet under a key of their own.
+            # The store also has the addresses of processes that died (pytorch#135712). So the
+            # living processes store their addresses under a prefix that only they use.
             key = agree_on_key(self.store, self.rank, self.world_size, self.timeout)
             options |= {"store": dist.PrefixStore(key, self.store)}
             options |= {"rank": self.rank, "world_size": self.world_size}
@@ -139,7 +139,7 @@ class Torchrun(OneProcess):
             ) from None
 
     def new_device_group(self) -> "dist.ProcessGroup | None":
-        """Return a new NCCL group of the GPUs of all processes; None: use the default gloo group.
+        """Return a new NCCL group of all processes' GPUs, or None: use the default gloo group.
 
         All processes must call this together.
         """
@@ -151,10 +151,12 @@ class Torchrun(OneProcess):
 def agree_on_key(store: "dist.Store", rank: int, world_size: int, timeout: timedelta) -> str:
     """Return a key that all processes of this attempt agree on, and that no earlier attempt used.
 
-    Each process writes a random key over the key of its predecessor. Then it repeatedly reads the
-    keys of all ranks and publishes their hash. My key is new, so only a living process can publish
-    a hash that includes it: when all hashes are equal, all processes are alive and agree. (torchrun
-    also counts attempts, but each machine counts by itself.)
+    A new attempt begins each time torchrun starts the processes again. Each process writes a random
+    key over the key of the same rank in the attempt before. Then it repeatedly reads the keys of
+    all ranks, and writes the hash of them. A hash that includes this process's new key must come
+    from a living process. So when the hashes of all ranks are equal, all processes are alive and
+    agree, and the hash is the result. (torchrun also counts attempts, but its counts can differ
+    between machines.)
 
     Raises TimeoutError if the processes do not agree within `timeout`.
     """
@@ -171,17 +173,18 @@ def agree_on_key(store: "dist.Store", rank: int, world_size: int, timeout: timed
 
 
 def print_error_once(message: object) -> None:
-    """Print an error line once a machine, though all processes may have found the same mistake.
+    """Print an error line once per machine, even if all its processes found the same mistake.
 
-    The process with local rank 0 prints the line and ends, so torchrun ends the others. The others
-    wait 10 seconds first: if local rank 0 found no mistake, they print the line themselves.
+    The process with local rank 0 prints the line at once and ends, so torchrun ends the other
+    processes. They wait 10 seconds. If they still live then, local rank 0 found no mistake, and
+    they print the line themselves.
     """
     if os.environ.get("LOCAL_RANK", "0") not in ("0", ""):
         time.sleep(10)
     print_error(message)
 
 
-# Parts of gloo's messages when it finds no way to the others, or no network interface
+# Parts of gloo's messages when it cannot reach the other processes, or finds no network interface
 NO_WAY = re.compile("connectFullMesh|Unable to find (address|interface)|device.cc")
 # Parts of the messages of NCCL, gloo and the store when another process is late (LATE) or has ended
 # (GONE)
@@ -193,9 +196,9 @@ GONE = re.compile(
 
 
 def peer_failure_message(error: Exception) -> str | None:
-    """Return a line about the failure if another process caused it; None if this one did.
+    """Return a line about `error` if another process caused it; None if this process caused it.
 
-    A fault that NCCL finds on this machine is this process's own error, and gets a traceback.
+    Return None also if NCCL finds a fault on this machine: then a traceback is printed.
     """
     text, rank = str(error), os.environ.get("RANK")
     late = isinstance(error, TimeoutError) or LATE.search(text)
@@ -212,9 +215,9 @@ def peer_failure_message(error: Exception) -> str | None:
 
 
 def reason(error: Exception) -> str:
-    """Return the error's message in at most 120 characters, without the place in C++ code.
+    """Return the error's message in at most 120 characters, without its position in C++ code.
 
-    NCCL's reason stands in the last line, after "Last error:".
+    In NCCL's messages the reason is in the last line, after "Last error:".
     """
     message = str(error).partition("Last error:")[2] or str(error) or type(error).__name__
     message = re.sub(r"\[?\S+\.(cc|cpp|h):\d+[],]? ?", "", message)
@@ -222,15 +225,15 @@ def reason(error: Exception) -> str:
 
 
 def main_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Run `main` and exit with its code. After an error end this process without cleaning up."""
+    """Run `main` and exit with its code. After an error, end this process without any clean-up."""
     try:
         code = main()
     except Exception:
         code = 1
         traceback.print_exc()
     if code != 0:
-        # Not sys.exit: at exit Python would wait for a collective with processes that in turn wait
-        # for this one. torchrun sees the exit code and ends the others.
+        # Do not call sys.exit here: Python would wait for a collective with other processes, and
+        # these wait for this process. torchrun sees the exit code and ends the other processes.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
