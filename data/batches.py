@@ -1,7 +1,9 @@
-"""Cut ids into batches. A batch depends on (files, seed, index) only: a run has no state to save.
+"""Cut ids into batches. A batch is a function of (files, seed, index) alone. So a snapshot need not
+save the position in the data.
 
-B = batch size (sequences), T = sequence length (tokens). A window is T + 1 tokens: T inputs and,
-shifted by one, their T labels. Windows follow each other at a stride of T inside one file.
+B = batch size (sequences), T = sequence length (tokens). A window is T + 1 consecutive tokens of
+one file. Its first T tokens are the inputs, and its last T tokens are the labels. The next window
+of the file begins T tokens later.
 """
 
 import hashlib
@@ -17,13 +19,13 @@ import torch
 from .documents import suffix_of
 from .tokenizer import DataError, Tokenizer, errors_as_data_errors
 
-# llm.c writes 256 int32 before the tokens: magic, version, count, padding. A raw nanoGPT file
-# cannot look like that: read as uint16, the magics begin with the ids 55432 and 55713, and all ids
-# of GPT-2 are smaller.
+# A file of llm.c begins with a header of 256 int32: magic, version, number of tokens, padding. A
+# file of nanoGPT has no header, and cannot begin with one of these magics: read as uint16, the
+# magics begin with the ids 55432 and 55713, and all ids of GPT-2 are smaller.
 LLMC_FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # (magic, version) -> dtype
 LLMC_HEADER_BYTES = 256 * 4
-SCAN = 2**20  # tokens in memory at a time while all ids are read
-SPLITS = {  # split -> (its name in messages, how to make it longer)
+SCAN = 2**20  # number of tokens that `id_chunks` reads at a time
+SPLITS = {  # split -> (the name of the split in messages, how to make the split longer)
     "train": ("training", "give more text to --train-data"),
     "val": ("validation", "raise --val-ratio, or give more text to --val-data"),
 }
@@ -31,8 +33,8 @@ SPLITS = {  # split -> (its name in messages, how to make it longer)
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A token file, or a part of one: `count` tokens of `dtype` (uint16 or uint32), from byte
-    `offset` of `path` on."""
+    """Token file, or a part of a token file: `count` tokens of `dtype` (uint16 or uint32). The
+    first token is at byte `offset` of the file `path`."""
 
     path: Path
     dtype: np.dtype
@@ -40,22 +42,23 @@ class TokenFile:
     count: int
 
     def slice(self, start: int, stop: int) -> "TokenFile":
-        """Return tokens [start, stop), limited to the tokens that this part has. This reads
-        nothing."""
+        """Return tokens [start, stop) of this part as a new TokenFile. Indices outside of
+        0 .. count are clipped. The file is not read."""
         start, stop = max(0, start), min(self.count, stop)
         offset = self.offset + start * self.dtype.itemsize
         return replace(self, offset=offset, count=max(0, stop - start))
 
     def read(self) -> np.ndarray:
-        """Read all ids into memory: (count,) of `dtype`, fewer if the file has shrunk.
+        """Read all ids into memory: (count,) of `dtype`, or fewer if the file has become shorter.
 
-        There is no memmap: every page that it has ever touched counts as resident memory. No file
-        stays open: a thousand shards exceed the limit of open files. Raises OSError.
+        The file is not mapped into memory, because the pages that a process has touched count as
+        its resident memory. The file does not stay open, because a thousand shards would exceed
+        the limit of open files. Raises OSError.
         """
         return np.fromfile(self.path, self.dtype, self.count, offset=self.offset)
 
     def id_chunks(self, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-        """Yield all ids in chunks that fit in memory. Raises DataError for an id outside the
+        """Yield all ids in chunks of at most SCAN ids. Raises DataError for an id outside the
         vocabulary of `tokenizer`."""
         for first in range(0, self.count, SCAN):
             ids = self.slice(first, first + SCAN).read()
@@ -68,8 +71,8 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: Path) -> "TokenFile":
-        """Open a .npy, an llm.c .bin or a nanoGPT .bin; the header tells the last two apart. Raises
-        DataError."""
+        """Return the token file at `path`: a .npy file, a .bin file of llm.c (which has a header),
+        or a .bin file of nanoGPT (which has none). Raises DataError."""
         token_file = cls._open_npy(path) if suffix_of(path) == ".npy" else cls._open_bin(path)
         size = path.stat().st_size
         if size != token_file.offset + token_file.count * token_file.dtype.itemsize:
@@ -105,7 +108,8 @@ Files = Sequence[TokenFile]
 
 
 def slice_files(files: Files, start: int, stop: int) -> list[TokenFile]:
-    """Return tokens [start, stop) of the concatenated files, without empty parts."""
+    """Return the parts of the files that contain tokens [start, stop). Tokens are counted through
+    all files, one file after the other. Empty parts are left out."""
     firsts = accumulate((file.count for file in files), initial=0)
     parts = [
         file.slice(start - first, stop - first) for file, first in zip(files, firsts, strict=False)
@@ -114,8 +118,8 @@ def slice_files(files: Files, start: int, stop: int) -> list[TokenFile]:
 
 
 def hash_ids(files: Files, tokenizer: Tokenizer) -> str:
-    """Return the SHA-256 (hex) of all tokens. Raises DataError for an id outside the vocabulary of
-    `tokenizer`."""
+    """Return the SHA-256 (hex) of all ids, and of the dtype and the length of each file. Raises
+    DataError for an id outside the vocabulary of `tokenizer`."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.dtype} {file.count} ".encode())
@@ -125,8 +129,8 @@ def hash_ids(files: Files, tokenizer: Tokenizer) -> str:
 
 
 def check_length(longest: int, seq_len: int, split: str) -> None:
-    """Raise DataError if `longest` tokens are too few for one sequence of seq_len tokens and the
-    token that follows it. `split`: "train" or "val"."""
+    """Raise DataError if the split has no window, which needs seq_len + 1 tokens of one file.
+    `longest`: number of tokens in the longest file of the split. `split`: "train" or "val"."""
     if longest <= seq_len:
         kind, remedy = SPLITS[split]
         raise DataError(
@@ -136,21 +140,23 @@ def check_length(longest: int, seq_len: int, split: str) -> None:
 
 
 class Windows:
-    """The windows of several files, numbered from the first file to the last."""
+    """Windows of several files, numbered from 0. After the windows of the first file come those of
+    the second file, and so on."""
 
     def __init__(
         self, files: Files, batch_size: int, seq_len: int, device: torch.device, split: str
     ) -> None:
-        """Number the windows. Raises DataError if no file holds seq_len + 1 tokens."""
+        """Number the windows. Raises DataError if no file has seq_len + 1 tokens."""
         check_length(max((file.count for file in files), default=0), seq_len, split)
         self.files, self.batch_size, self.seq_len, self.device = files, batch_size, seq_len, device
         counts = [max(0, (file.count - 1) // seq_len) for file in files]
-        self.first = np.cumsum([0, *counts])  # number of each file's first window; last, the total
+        # The number of each file's first window. The last entry is the number of all windows.
+        self.first = np.cumsum([0, *counts])
         self.n_windows = int(self.first[-1])
 
     def read(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and labels (n, T), int64 on `device`, of the windows `numbers` (n,). Raises
-        DataError if a file is gone or shorter than before."""
+        """Return the inputs and the labels of the windows `numbers` (n,). Both are int64 (n, T) on
+        `device`. Raises DataError if a file was deleted, or is shorter than before."""
         array = np.empty((len(numbers), self.seq_len + 1), dtype=np.int64)
         shards = np.searchsorted(self.first, numbers, side="right") - 1
         for row, number, shard in zip(array, numbers.tolist(), shards.tolist(), strict=True):
@@ -158,38 +164,38 @@ class Windows:
             start = (number - int(self.first[shard])) * self.seq_len
             try:
                 row[:] = file.slice(start, start + row.size).read().reshape(row.size)
-            except (OSError, ValueError):  # ValueError: fewer tokens than the row needs
+            except (OSError, ValueError):  # ValueError: the file has too few tokens for the row
                 raise DataError(f"{file.path}: gone, or shorter than it was; put it back") from None
         rows, on_gpu = torch.from_numpy(array), self.device.type == "cuda"
-        if on_gpu:  # Python can go on during the copy only if the memory is pinned
+        if on_gpu:  # without pinned memory Python would wait for the copy
             rows = rows.pin_memory()
         rows = rows.to(self.device, non_blocking=on_gpu)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-@lru_cache(maxsize=2)  # 2: one batch may need the orders of two epochs
+@lru_cache(maxsize=2)  # one batch may need the orders of two epochs
 def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    """Return 0 .. size - 1 in the order of this epoch: uint32 (size,)."""
+    """Return the numbers 0 .. size - 1 in the random order of this epoch: uint32 (size,)."""
     return np.random.default_rng((seed, epoch)).permutation(np.arange(size, dtype=np.uint32))
 
 
 class TrainBatches(Windows):
-    """Endless shuffled epochs: each epoch has every window once, in a new order."""
+    """Batches for training, without end. Each epoch has every window once, in a random order."""
 
     def __init__(
         self, files: Files, batch_size: int, seq_len: int, seed: int, device: torch.device
     ) -> None:
-        """Number the windows. Raises DataError if no file holds seq_len + 1 tokens."""
+        """Number the windows. Raises DataError if no file has seq_len + 1 tokens."""
         super().__init__(files, batch_size, seq_len, device, "train")
         self.seed = seed
 
     def epoch(self, index: int) -> float:
-        """Return the epochs completed before micro-batch `index`, a fraction included."""
+        """Return the number of epochs before micro-batch `index`; 1.5 is one and a half epochs."""
         return index * self.batch_size / self.n_windows
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and labels (B, T) of micro-batch `index`, counted over all steps and
-        processes."""
+        """Return the inputs and the labels, both (B, T), of micro-batch `index`. The index counts
+        the micro-batches of all steps and all processes."""
         first, size = index * self.batch_size, self.n_windows
         numbers = [
             permutation(self.seed, sample // size, size)[sample % size]
@@ -199,16 +205,18 @@ class TrainBatches(Windows):
 
 
 class ValBatches(Windows):
-    """A fixed set of windows in a fixed order. With a limit, they are spread evenly over the split.
+    """Batches for validation: a fixed set of windows in a fixed order.
 
-    The files, T and the limit choose the windows. The batch size only cuts them into batches.
+    If `max_tokens` limits the number of windows, the windows are spread evenly over the split. The
+    files, `seq_len` and `max_tokens` determine the windows. The batch size only determines how many
+    windows are in a batch.
     """
 
     def __init__(
         self, files: Files, batch_size: int, seq_len: int, max_tokens: int, device: torch.device
     ) -> None:
-        """Choose the windows. max_tokens: as many whole windows as fit in it, at least one; 0 = all
-        windows. Raises DataError if no file holds seq_len + 1 tokens."""
+        """Choose the windows. `max_tokens`: limit for the number of all inputs; at least one window
+        is chosen; 0: no limit. Raises DataError if no file has seq_len + 1 tokens."""
         super().__init__(files, batch_size, seq_len, device, "val")
         total = self.n_windows
         count = min(total, max(1, max_tokens // seq_len)) if max_tokens else total
@@ -218,8 +226,8 @@ class ValBatches(Windows):
         return -(-len(self.numbers) // self.batch_size)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and labels (B, T) of batch `index`. The last batch may have fewer rows.
-        Raises IndexError."""
+        """Return the inputs and the labels, both (B, T), of batch `index`. The last batch may have
+        fewer rows. Raises IndexError if there is no batch `index`."""
         if not 0 <= index < len(self):
             raise IndexError(f"validation batch {index} of {len(self)}")
         start = index * self.batch_size

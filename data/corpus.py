@@ -1,8 +1,9 @@
-"""Convert documents to token ids, once: split them, encode them, keep the ids in a cache.
+"""Convert text to token ids once: split documents into training and validation, encode each
+document, and keep the ids in a cache.
 
     paths -> documents -> train | val -> ids -> data/cache/<key>/{train.bin,val.bin,...}
 
-Token files made elsewhere are read in place. toy.py makes toy data.
+Token files of other programs are read in place, without the cache. toy.py makes toy data.
 """
 
 import platform
@@ -35,7 +36,7 @@ from .tokenizer import DataError, Tokenizer, format_ranks, load_tokenizer, parse
 from .toy import TOY_SUCCESSORS, load_toy
 
 BPE_TRAINING_CHARS = 10_000_000
-RANKS = "tokenizer.tiktoken"  # in a cache folder
+RANKS = "tokenizer.tiktoken"  # name of the tokenizer's file in a cache folder
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,17 @@ class TextCorpus:
     label: str
     train: list[Path]
     val: list[Path]
-    ratio: float  # share of validation; not used if `val` is given
-    max_tokens: int | None  # limit of each split; None: no limit
-    vocab_size: int  # of a bpe to train
-    seq_len: int  # each split must have seq_len + 1 tokens
+    ratio: float  # share of the text that is for validation; unused if `val` has files
+    max_tokens: int | None  # limit for the tokens of each split; None: no limit
+    vocab_size: int  # number of ids of a bpe that is trained on the text
+    seq_len: int  # each split must have at least seq_len + 1 tokens
     cache_dir: Path
     say: Say
 
     @cached_property
     def n_documents(self) -> int:
-        """Number of documents. Counting reads all text, so bad text is found before encoding
-        begins."""
+        """Number of documents. Counting reads all text. So an error in the text is found before
+        encoding begins."""
         n = 0
         for document in _documents(self.train + self.val):
             for _ in document:
@@ -64,8 +65,8 @@ class TextCorpus:
         return n
 
     def iter_document_chunks(self, split: str) -> Iterator[Iterator[str]]:
-        """Yield the documents of "train" or "val", each as chunks of text. data/README.md states
-        the rule."""
+        """Yield the documents of a split, "train" or "val". Each document is an iterator over
+        chunks of text. See "Which part validates" in data/README.md for the rule of the split."""
         if self.val:
             yield from _documents(self.train if split == "train" else self.val)
         elif self.n_documents * self.ratio < 1 and ".jsonl" not in map(suffix_of, self.train):
@@ -81,18 +82,21 @@ class TextCorpus:
 
     @cached_property
     def content_hashes(self) -> list[str]:
-        """SHA-256 (hex) of the training files, and of the validation files."""
+        """List of two SHA-256 (hex): of the training files, and of the validation files."""
         return [hash_files(self.train), hash_files(self.val)]
 
     def folder(self, tokenizer: str) -> Path:
-        """Return the cache folder of this text, encoded by the tokenizer with fingerprint
-        `tokenizer`."""
+        """Return the cache folder for this text and a tokenizer. `tokenizer`: the tokenizer's
+        fingerprint, or the settings of a bpe that is trained on the text."""
         split = "given" if self.val else self.ratio
         return self.cache_dir / cache_key(self.content_hashes, tokenizer, split, self.max_tokens)
 
     def load(self, tokenizer: Tokenizer | None) -> Dataset:
-        """Load the ids from the cache; encode them first if it has none. Without a tokenizer, load
-        a bpe from a cache folder of its own, or train it."""
+        """Load the ids from the cache. If the cache does not have them, encode the text first.
+
+        `tokenizer` None: use a bpe that is trained on the text. The bpe has its own cache folder.
+        If the cache does not have this folder, train the bpe first.
+        """
         bpe_folder = self.folder(f"bpe {self.vocab_size} {BPE_TRAINING_CHARS}")
         if tokenizer is None:
             load_folder(bpe_folder, self.build_bpe, self.say)
@@ -103,15 +107,17 @@ class TextCorpus:
         documents = "1 document" if n_documents == 1 else f"{n_documents:,} documents"
         amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
         source = f"{self.label}: {documents}, {amount}"
-        # A resumed run keeps its bpe, so the ranks must not count in the data's fingerprint: only
-        # the text, its split, its limit and the size of a bpe do.
+        # A resumed run keeps the bpe of its snapshot, even where a new run would train another bpe.
+        # For the same text both runs must get the same fingerprint. So with a bpe, the fingerprint
+        # does not depend on the ranks. It depends on the text, the split, the limit of tokens and
+        # the size of the bpe.
         identity = bpe_folder if tokenizer.name == "bpe" else folder
         return Dataset.from_cache(folder, meta, tokenizer, source, fingerprint=identity.name)
 
     def build_bpe(self, folder: Path) -> dict[str, Any]:
         """Train a bpe on the training split and write it to `folder`; return the content of
         meta.json."""
-        self.n_documents  # noqa: B018  (finds bad text before training begins)
+        self.n_documents  # noqa: B018  (reads all text, to find errors before training)
         self.say(
             f"training a BPE of {self.vocab_size} ids on the training text (its first 10 MB at "
             "most)"
@@ -119,7 +125,7 @@ class TextCorpus:
         text = chain.from_iterable(self.iter_document_chunks("train"))
         ranks = train_bpe(up_to(BPE_TRAINING_CHARS, text), self.vocab_size)
         (folder / RANKS).write_text(format_ranks(ranks))
-        return {"tokenizer": "bpe", "vocab_size": len(ranks) + 1}  # with <|endoftext|>
+        return {"tokenizer": "bpe", "vocab_size": len(ranks) + 1}  # + 1: <|endoftext|>
 
     def build(self, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
         """Write the tokenizer and the ids to `folder`; return the content of meta.json."""
@@ -145,8 +151,11 @@ def _documents(paths: list[Path]) -> Iterator[Iterator[str]]:
 
 
 def _tail(path: Path, size: int, ratio: float) -> int:
-    """Return the byte at which the last `ratio` of the file begins: after the next newline, if it
-    is within CHUNK bytes."""
+    """Return the index of the byte at which the validation part of a file begins.
+
+    The validation part is about the last `ratio` of the file's `size` bytes. If the next newline is
+    less than CHUNK bytes away, the part begins after this newline.
+    """
     cut = int(size * (1 - ratio))
     with open(path, "rb") as file:
         file.seek(cut)
@@ -154,7 +163,7 @@ def _tail(path: Path, size: int, ratio: float) -> int:
     newline = near.find(b"\n") + 1
     if 0 < newline < size - cut:
         return cut + newline
-    # Do not cut inside a character: skip the continuation bytes of UTF-8.
+    # Do not cut inside a character: skip UTF-8's continuation bytes, 0x80 to 0xBF.
     return cut + len(near) - len(near.lstrip(bytes(range(0x80, 0xC0))))
 
 
@@ -173,16 +182,26 @@ def find_dataset(
     cache_dir: Path = CACHE_DIR,
     say: Say = print,
 ) -> Dataset:
-    """Load the data that the flags of the group "data" ask for; encode them if the cache has none.
+    """Load the data that the flags of the group "data" choose. Text that is not in the cache is
+    encoded first.
 
-    `train_data` None: the built-in corpus, Python's standard library. `val_ratio`: between 0 and 1.
-    `max_tokens`: limit of training and of validation, each; at least 1. `data_seed`: for toy data
-    only. `seq_len`: if a split has no seq_len + 1 tokens, nothing is written. `tokenizer`: a
-    resumed run passes the one that its Dataset had, so its ids keep their meaning even if the text
-    that a bpe was trained on has changed. A tokenizer of another name is ignored.
+    Args:
+        train_data: files, folders and patterns; None: the built-in corpus, which is Python's
+            standard library.
+        val_data: files, folders and patterns for validation; None: a part of `train_data` is for
+            validation.
+        val_ratio: share of the data that is for validation, between 0 and 1.
+        tokenizer_name: None: "toy" for toy data, "gpt2" with `train_data`, else "bpe".
+        max_tokens: limit for the tokens of each split, at least 1; None: no limit.
+        data_seed: seed of toy data; other data do not use it.
+        seq_len: if a split of text or toy data has fewer than seq_len + 1 tokens, DataError is
+            raised and nothing is cached.
+        tokenizer: the tokenizer of a resumed run's snapshot. With it the ids keep their meaning,
+            even if the text on which a bpe was trained has changed. A tokenizer whose name is not
+            the chosen name is ignored.
 
-    Many processes may call this at once. Raises DataError (DiskFull if the cache has no room); then
-    no ids are left behind.
+    Several processes may call this function at the same time. Raises DataError, or DiskFull if the
+    disk has no room for the cache. After an error the cache has no incomplete folder.
     """
     name = tokenizer_name or ("toy" if use_toy_data else "gpt2" if train_data else "bpe")
     if use_toy_data and (train_data or val_data or name != "toy"):
@@ -213,7 +232,7 @@ def find_dataset(
 
 
 def check_vocab_size(vocab_size: int, tokenizer_name: str) -> None:
-    """Raise DataError if a tokenizer of that name cannot have `vocab_size` ids."""
+    """Raise DataError if the tokenizer `tokenizer_name` cannot have `vocab_size` ids."""
     smallest = {"bpe": 257, "toy": 2 * TOY_SUCCESSORS}.get(tokenizer_name)
     if smallest is None:
         raise DataError(
@@ -227,8 +246,8 @@ def check_vocab_size(vocab_size: int, tokenizer_name: str) -> None:
 def _find(
     train_data: list[str] | None, val_data: list[str] | None, say: Say
 ) -> tuple[list[Path], list[Path]]:
-    """Find the files for training and for validation, all text or all token files. Warn if a file
-    is in both. Raises DataError."""
+    """Return the files for training and the files for validation. Warn if a file is in both lists.
+    Raises DataError if a name has no usable file, or if only some of the files are token files."""
     train = find_files(train_data, "--train-data", say) if train_data else find_stdlib()
     val = find_files(val_data, "--val-data", say) if val_data else []
     kinds = {suffix_of(path) in TOKEN_SUFFIXES for path in train + val}
@@ -250,10 +269,14 @@ def _find(
 def _read_tokens(
     train: list[Path], val: list[Path], ratio: float, max_tokens: int | None, tokenizer: Tokenizer
 ) -> Dataset:
-    """Use token files in place. Validation is `val`, else the files with "val" in their names, else
-    the last `ratio` of all tokens."""
+    """Return the Dataset of token files, which are read in place.
+
+    Validation uses the files `val`. If `val` is empty, it uses the files in `train` with "val" in
+    their names. If all names or no names have "val", it uses the last `ratio` of all tokens.
+    """
     source = describe_paths([path.name for path in train])
-    # nanoGPT writes train.bin and val.bin, llm.c fineweb_train_000001.bin and fineweb_val_...
+    # nanoGPT's files are called train.bin and val.bin. llm.c's files are called, for example,
+    # fineweb_train_000001.bin and fineweb_val_000000.bin.
     named_val = [path for path in train if re.search("(?<![a-z])val", path.name.lower())]
     if not val and 0 < len(named_val) < len(train):
         train, val = [path for path in train if path not in named_val], named_val

@@ -1,4 +1,5 @@
-"""Decide how a file is read, and stream the documents of a text in chunks that fit in memory."""
+"""Choose how to read a file by its suffix, and read text files document by document. Long documents
+come in chunks, so they need not fit in memory."""
 
 import codecs
 import json
@@ -18,18 +19,21 @@ MAKE_UTF8 = (
     "name files of UTF-8 text; `iconv -f CP1252 -t UTF-8 FILE > NEW` makes it of text in Western "
     "European, with -f UTF-16 of what some Windows programs write"
 )
-CHUNK = 2**20  # bytes or characters in memory at a time, for a text of any length
+CHUNK = 2**20  # number of bytes that are read at a time from a long text file
 
 
 def suffix_of(path: Path) -> str:
     """Return the suffix in lower case: `.jsonl` for notes.jsonl and NOTES.JSONL, "" for README.
-    Cameras, old programs and Windows write capitals and mean the same."""
+    Cameras, old programs and Windows write some suffixes in capitals, with the same meaning."""
     return path.suffix.lower()
 
 
 def read_documents(path: Path) -> Iterator[Iterator[str]]:
-    """Yield each document as chunks of text. A .jsonl file holds one document a line; any other
-    file is one document. Raises DataError with the file and the line or byte."""
+    """Yield the documents of a file. Each document is an iterator over chunks of text.
+
+    In a .jsonl file each line is a document. Any other file is one document. Raises DataError,
+    which names the file and the line or the byte.
+    """
     if suffix_of(path) != ".jsonl":
         yield read_text(path, 0, path.stat().st_size)
         return
@@ -50,12 +54,15 @@ def read_documents(path: Path) -> Iterator[Iterator[str]]:
 
 
 def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
-    """Yield bytes [start, stop) of a UTF-8 file as chunks of text. The ids of the chunks, one after
-    the other, are the ids of the whole. Raises DataError with the file and the byte."""
+    """Decode bytes [start, stop) of a UTF-8 file, and yield the text in chunks.
+
+    Encoding the chunks one after the other gives the ids of the whole text: see
+    `last_safe_split`. Raises DataError, which names the file and the byte.
+    """
     # utf-8-sig drops a byte order mark at the start of the file.
     decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")()
-    text = ""  # read, but not yet yielded
-    with open(path, "rb") as file:  # binary: Python must not translate line ends
+    text = ""  # text that was decoded, but not yet yielded
+    with open(path, "rb") as file:  # binary, so that Python does not change line ends
         file.seek(start)
         while block := file.read(min(CHUNK, stop - start)):
             if text:
@@ -70,21 +77,27 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
             try:
                 text += decoder.decode(block, final=start >= stop)
             except UnicodeDecodeError as error:
-                # error.object begins with the bytes that the last block left over.
+                # error.object begins with the bytes that the decoder kept from the last block.
                 byte = start - len(error.object) + error.start
                 raise DataError(f"{path}: not UTF-8 at byte {byte}; {MAKE_UTF8}") from None
     yield text
 
 
 def last_safe_split(text: str) -> int:
-    """Return the last index where both pieces encode as the whole does: after a run of letters or
-    digits, before white space or punctuation. Return len(text) if there is none.
+    """Return the last index at which `text` can be cut without changing its ids. Return len(text)
+    if there is no such index.
 
-    The patterns of GPT-2, cl100k and o200k all end a word there, and none looks back. So both
-    pieces split into the same words as the whole. An apostrophe does not count, because o200k keeps
-    the 's of "it's" with its word. A newline would NOT be safe: blank lines and \\r\\n make one
-    word or two, depending on the next characters, and cl100k joins some newlines to the punctuation
-    before them. A megabyte without a safe index is cut anyway, at the price of one odd token.
+    An index is safe if it is after a letter or a digit, and before white space or punctuation. The
+    patterns of GPT-2, cl100k and o200k all end a word there, and no pattern looks at earlier
+    characters. So the words of both pieces are the words of the whole text. An apostrophe does not
+    count as punctuation, because o200k keeps the 's of "it's" with its word.
+
+    An index after a newline would NOT be safe. Blank lines, and also \\r\\n, are one word or two
+    words, depending on the next characters. And cl100k joins some newlines to the punctuation
+    before them.
+
+    If a megabyte of text has no safe index, the text is cut at its end. There one token may be
+    different from the tokens of the whole text.
     """
     for end in range(len(text) - 1, 0, -1):
         if text[end - 1].isalnum() and (

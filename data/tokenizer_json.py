@@ -1,13 +1,18 @@
-"""Write a vocabulary as Hugging Face's `tokenizer.json`, which transformers opens; and read one.
+"""Write and read Hugging Face's `tokenizer.json`, the file of a tokenizer in transformers.
 
-The two formats describe the same merges differently. Here and in tiktoken, two neighbours are
-merged if their joined bytes are a token; the lowest id goes first. In tokenizer.json each token has
-one pair (left, right) from which it may be merged; the earliest pair in a list goes first.
+tiktoken and tokenizer.json describe the same merges in two ways. In tiktoken (and in this project)
+two neighbouring tokens are merged if their joined bytes are a token; the merge that makes the token
+with the lowest id comes first. tokenizer.json has a list of pairs (left, right), with one pair for
+each token. Only the two tokens of a pair are merged; the earliest pair in the list comes first.
 
-With that pair known, both give the same ids for any text. Until the two parts of a token lie side
-by side, no merge has crossed the ends of the token. So its inside was merged as if the token stood
-alone, and alone it is merged from one pair (`halves`). tiktoken also takes a whole word that is a
-token without any merging; `ignore_merges` says the same in tokenizer.json.
+If the list has the right pair for each token, both ways give the same ids for any text. The right
+pair is the pair that tiktoken merges last when it encodes the token alone; `halves` finds this
+pair. When tiktoken makes the token inside of a longer text, it merges the same pair last. Until
+then no merge has crossed the ends of the token, so the bytes of the token were merged exactly as if
+the token stood alone.
+
+If a whole word is a token, tiktoken takes this token without merging. The option `ignore_merges` of
+tokenizer.json does the same.
 """
 
 import json
@@ -27,7 +32,7 @@ from .tokenizer import (
 )
 
 CHARACTERS = byte_characters()
-GPT2_PATTERNS = (  # one pattern, as versions of tiktoken spell it
+GPT2_PATTERNS = (  # GPT-2's pattern, as different versions of tiktoken write it
     GPT2_PATTERN,
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s",
 )
@@ -39,13 +44,13 @@ BYTE_LEVEL_CONFIG = {"type": "ByteLevel", "add_prefix_space": False, "trim_offse
 
 
 def spelled(token: bytes) -> str:
-    """Return the spelling of a token in tokenizer.json: b" the" -> "Ġthe"."""
+    """Return a token as tokenizer.json writes it: b" the" -> "Ġthe"."""
     return "".join(CHARACTERS[byte] for byte in token)
 
 
 def halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
-    """Return the two tokens from which `token` is merged when it stands alone; None if no two make
-    it."""
+    """Return the two tokens that are merged last when the bytes of `token` are encoded alone.
+    Return None for a single byte, and if the merges do not end in `token`."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         merged = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]
@@ -58,20 +63,21 @@ def halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
 
 
 def list_merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """List the merges (left, right) in their order, spelled as in merges.txt."""
+    """Return the merges (left, right), the lowest id first, written as in merges.txt."""
     by_rank = sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)
     pairs = (halves(token, tokenizer.ranks) for token in by_rank)
     return [(spelled(pair[0]), spelled(pair[1])) for pair in pairs if pair]
 
 
 def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the content of a tokenizer.json that gives the ids of `tokenizer` for any text."""
+    """Return the content of a tokenizer.json that gives the ids of `tokenizer` for every text."""
     pre_tokenizer: dict[str, Any] = BYTE_LEVEL_CONFIG | {"use_regex": True}
-    # tiktoken's quantifiers are possessive ("++") for speed. Not every engine knows them, and the
-    # words are the same without.
+    # tiktoken's patterns have possessive quantifiers ("++") for speed. Not every regex engine
+    # supports them. Normal quantifiers give the same words.
     pattern = re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", tokenizer.pattern)
     if pattern not in GPT2_PATTERNS:
-        # tiktoken's `$` is the end of the text. In other engines it is also the end of a line.
+        # In tiktoken `$` is the end of the text. In other engines `$` is also the end of a line. So
+        # write `\z`, which is the end of the text.
         regex = {"Regex": pattern.replace("$", r"\z")}
         split = {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
         byte_level = BYTE_LEVEL_CONFIG | {"use_regex": False}
@@ -100,10 +106,11 @@ def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def read_folder(folder: Path) -> Tokenizer | None:
-    """Read the tokenizer of a transformers folder: tokenizer.json, else vocab.json and merges.txt.
+    """Read the tokenizer of a transformers folder from tokenizer.json. If the folder does not have
+    this file, read the tokenizer from vocab.json and merges.txt.
 
-    Return None if neither is there. Raises DataError if it is not a byte-level BPE, or if its ids
-    cannot serve as ranks.
+    Return None if the folder has no tokenizer. Raises DataError if the tokenizer is not a
+    byte-level BPE, or if its ids cannot be used as ranks.
     """
     tokenizer_file, vocabulary, merges = (
         folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")
@@ -122,8 +129,11 @@ def read_folder(folder: Path) -> Tokenizer | None:
 
 
 def from_json(content: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json. Raises DataError unless it splits words as GPT-2
-    does, and its ids as ranks give the same result as its merges for any text."""
+    """Return the tokenizer that `content`, the content of a tokenizer.json, describes.
+
+    Raises DataError if the tokenizer does not split words as GPT-2 does. Raises DataError, too, if
+    its list of merges is not the list that follows from its ids.
+    """
     model, pre_tokenizer = content["model"], content["pre_tokenizer"] or {}
     affixes = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
     is_plain = model.get("type", "BPE") == "BPE" and not any(map(model.get, affixes))

@@ -1,4 +1,4 @@
-"""Toy data: random ids that need no file, and whose best loss is known."""
+"""Make toy data: random ids. They need no file, and their lowest possible loss is known."""
 
 import random
 from pathlib import Path
@@ -16,11 +16,11 @@ TOY_TRAIN, TOY_VAL = 1_000_000, 100_000
 def load_toy(
     vocab_size: int, max_tokens: int | None, seed: int, seq_len: int, cache_dir: Path, say: Say
 ) -> Dataset:
-    """Load, or make, a random walk in which every id has 4 equally likely successors, fixed by
-    `seed`.
+    """Load toy data, or make them: a random walk in which each id has 4 equally likely successors.
+    `seed` determines the successors and the walk.
 
-    No model can beat ln 4 = 1.386 nats, and a bigram table reaches it. Every id is equally common,
-    so a model that has learned nothing stays at ln(vocab_size).
+    No model can reach a loss below ln 4 = 1.386 nats. A table of bigrams reaches this loss. All ids
+    are equally frequent, so a model that has learned nothing has a loss of ln(vocab_size) nats.
     """
     counts = [min(count, max_tokens or count) for count in (TOY_TRAIN, TOY_VAL)]
     folder, tokenizer = (
@@ -31,7 +31,7 @@ def load_toy(
     def build(new: Path) -> dict[str, Any]:
         rng = random.Random(seed)
         order = rng.sample(range(vocab_size), vocab_size)
-        steps = rng.sample(range(vocab_size), TOY_SUCCESSORS)  # distinct, so successors are too
+        steps = rng.sample(range(vocab_size), TOY_SUCCESSORS)  # distinct, as the successors must be
         ids = [order[0]]
         for step in rng.choices(steps, k=sum(counts) - 1):
             ids.append(order[(ids[-1] + step) % vocab_size])

@@ -4,21 +4,23 @@ python -m scripts.checkpoint_from_scratch
 python -m scripts.checkpoint_from_scratch --dropout 0     # the replay leaves out a matmul
 
 `checkpoint(block, x, use_reentrant=False)` in model.py looks like magic. It works like a cloakroom.
-In forward, autograd hands in each tensor that backward will need, and gets a ticket for it. The
-cloakroom throws the tensor away. When backward comes with the first ticket, the block runs once
-more. The tensors that it hands in this time are the missing ones.
+In forward, autograd hands in each tensor that backward will need, and gets a ticket for the tensor.
+The cloakroom throws the tensor away. When backward returns the first ticket, the block runs a
+second time. In this replay autograd hands in the same tensors again, in the same order. So each
+ticket gets its tensor back.
 
-First, one small block is run, and each event is printed as it happens. Then a MiniGPT trains one
-step with the checkpoint of this file, and one with torch's own. Both must be equal to the bit, to
-the operation and to the byte, else the exit code is 1.
+This script first runs one small block, and prints each event when it happens. Then a MiniGPT trains
+one step with the checkpoint of this file, and one step with torch's checkpoint. Both steps must
+have the same results to the bit, the same FLOPs, and the same number of kept bytes. Otherwise the
+exit code is 1.
 
-Part 1 is the checkpoint, part 2 the narrator, part 3 the comparison.
+Part 1 is the checkpoint. Part 2 is the narrator, which prints the events. Part 3 is the comparison.
 """
 
 import os
 import sys
 
-if not __package__:  # python scripts/checkpoint_from_scratch.py: the others lie one folder up
+if not __package__:  # run as a file: other modules are in the parent folder
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
@@ -47,8 +49,8 @@ from trainer.flags import OneLineParser, number_in_range
 
 
 class Ticket:
-    """A placeholder that the graph holds instead of a tensor. The replay puts the tensor into
-    it."""
+    """Placeholder that autograd's graph keeps instead of a tensor. The replay fills it with the
+    recomputed tensor."""
 
     def __init__(self, number: int):
         self.number = number
@@ -56,32 +58,34 @@ class Ticket:
 
 
 class EarlyStop(Exception):
-    """Ends a replay: all tickets are filled, and the rest of the function is not needed."""
+    """Exception that ends a replay when all tickets are filled. The rest of the function is not
+    needed."""
 
 
 def checkpoint(function: Callable, *args: Any) -> Any:
-    """Return `function(*args)`. Recompute in backward what backward needs, instead of keeping
-    it."""
+    """Return `function(*args)`. Do not keep the tensors that backward needs, but recompute them in
+    backward."""
     if not torch.is_grad_enabled():
         return function(*args)  # there will be no backward
     same_conditions = remember_conditions()
-    # Weak references: only the graph owns a ticket. If a result is dropped, its part of the graph
-    # goes, and the tickets with it. The replay must not keep tensors that backward never fetches.
+    # These are weak references, so only the graph keeps a ticket alive. If a result is dropped, its
+    # part of the graph is freed, and the tickets in this part are freed, too. For such a ticket the
+    # replay must not keep a tensor, because backward will never return the ticket.
     tickets: list[weakref.ref[Ticket]] = []
 
-    def pack(tensor: Tensor) -> Ticket:  # forward: autograd wants to keep this tensor
+    def pack(tensor: Tensor) -> Ticket:  # called in forward: autograd saves a tensor
         ticket = Ticket(len(tickets))
         tickets.append(weakref.ref(ticket))
         tell("pack", ticket, tensor)
-        return ticket  # the tensor is freed as soon as forward itself no longer needs it
+        return ticket  # the tensor is freed when forward itself no longer needs it
 
-    def unpack(ticket: Ticket) -> Tensor:  # backward: autograd wants the tensor back
+    def unpack(ticket: Ticket) -> Tensor:  # called in backward: autograd needs the tensor
         tell("unpack", ticket)
-        if ticket.tensor is None:  # true for the first ticket that comes back, whichever it is
+        if ticket.tensor is None:  # true for the first ticket that backward returns
             replay(tickets, same_conditions(), function, args)
         if ticket.tensor is None:
             raise RuntimeError("the replay saved fewer tensors: did the function change its way?")
-        tensor, ticket.tensor = ticket.tensor, None  # free it as soon as backward has used it
+        tensor, ticket.tensor = ticket.tensor, None  # free the tensor after its use
         return tensor
 
     with saved_tensors_hooks(pack, unpack):
@@ -98,35 +102,38 @@ def replay(
     tell("replay")
     n_filled = 0
 
-    def fill(tensor: Tensor) -> Tensor:  # the order is that of forward: no more is needed
+    def fill(tensor: Tensor) -> Tensor:  # called in the same order as `pack`
         nonlocal n_filled
         ticket = tickets[n_filled]()
         if ticket is not None:
             tell("fill", ticket)
-            ticket.tensor = tensor.detach()  # else it would keep the replay's graph alive
+            # Without `detach`, the ticket would keep the graph of the replay alive.
+            ticket.tensor = tensor.detach()
         n_filled += 1
         if n_filled == len(tickets):
             tell("stop")
-            # A linear layer saves its input *before* its matmul. So without dropout the last matmul
-            # of a block is not run again. Dropout saves its mask after it has run.
+            # A linear layer saves its input *before* its matmul. So without dropout, the replay
+            # ends before the last matmul of a block. With dropout it ends after this matmul,
+            # because dropout saves its mask after it has run.
             raise EarlyStop
         return tensor
 
-    # Backward runs with gradients disabled, and then operators save nothing: so enable them.
+    # Backward runs with gradients disabled. Then operators save nothing, so enable gradients.
     with same_conditions, torch.enable_grad(), saved_tensors_hooks(fill, lambda tensor: tensor):
         with suppress(EarlyStop):
-            function(*args)  # the result is thrown away: forward has returned it long ago
+            function(*args)  # forward has returned the result already: ignore it
 
 
 def remember_conditions() -> Callable[[], AbstractContextManager]:
-    """Record what a result depends on besides the arguments; return a function that makes a context
-    in which all that is restored.
+    """Record the conditions, besides the arguments, on which a result depends. Return a function
+    that makes a context in which these conditions are restored.
 
-    Random number generators: dropout must draw forward's masks again, else the gradients are wrong,
-    without an error. Autocast: backward usually runs outside of it, so the replay would compute in
-    float32 what forward computed in bfloat16.
+    The first condition is the state of the random number generators. In the replay dropout must
+    draw the same masks as in forward. Otherwise the gradients are wrong, without an error. The
+    second condition is autocast. Backward usually runs outside of autocast, so the replay would
+    compute in float32 what forward computed in bfloat16.
     """
-    # (Reading the generators of a GPU that is not used yet would initialize it.)
+    # (If no GPU is in use yet, reading the generators of the GPUs would initialize the GPUs.)
     cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     cpu_rng = torch.get_rng_state()
     cache = torch.is_autocast_cache_enabled()
@@ -138,7 +145,7 @@ def remember_conditions() -> Callable[[], AbstractContextManager]:
     @contextmanager
     def same_conditions() -> Iterator[None]:
         with ExitStack() as stack:
-            # fork_rng: after the replay, the generators continue where backward found them.
+            # After the replay, fork_rng gives the generators the state from before the replay.
             stack.enter_context(torch.random.fork_rng(devices=range(len(cuda_rng))))
             torch.set_rng_state(cpu_rng)
             torch.cuda.set_rng_state_all(cuda_rng)
@@ -149,12 +156,15 @@ def remember_conditions() -> Callable[[], AbstractContextManager]:
     return same_conditions
 
 
-# torch's version does more: it takes keyword arguments; it saves the arguments through autograd, so
-# an outer checkpoint or an offload sees them, and a change in place is noticed; it compares shapes
-# and dtypes of the tensors that the replay saves; it knows devices other than these two.
+# torch's version does more:
+# - It accepts keyword arguments.
+# - It saves the arguments through autograd. So an outer checkpoint or an offload sees them, and
+#   autograd detects it if an argument is changed in place.
+# - It compares the shapes and the dtypes of the tensors in the replay with those in forward.
+# - It supports devices other than CPUs and CUDA GPUs.
 
 # ---------------------------------------------------------------------------------------------
-# Part 2: the narrator. A checkpoint works without it.
+# Part 2: the narrator. The checkpoint works without the narrator.
 
 
 class Narrator(TorchFunctionMode):
@@ -164,15 +174,15 @@ class Narrator(TorchFunctionMode):
         super().__init__()
         self.names = {address(p): name for name, p in module.named_parameters()}
         self.names[address(x)] = "x"
-        self.results: dict[int, str] = {}  # address -> the operator that made the tensor there
-        self.operator = ""  # the running operator
-        self.inputs: set[int] = set()  # addresses of its inputs
-        self.owners: dict[int, str] = {}  # ticket number -> the operator that got it
+        self.results: dict[int, str] = {}  # address of a tensor -> operator that made it
+        self.operator = ""  # name of the running operator
+        self.inputs: set[int] = set()  # addresses of the running operator's inputs
+        self.owners: dict[int, str] = {}  # ticket number -> operator that saved the tensor
         self.line: tuple[str, str] | None = None  # (event, operator) of the unfinished line
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Run `func` and note its inputs and result. torch calls this instead of every function on
-        tensors."""
+        """Run `func`, and record its inputs and its result. torch calls this method in place of
+        each function on tensors."""
         kwargs = kwargs or {}
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         self.inputs = {address(x) for x in tensors}
@@ -180,19 +190,20 @@ class Narrator(TorchFunctionMode):
         self.operator = weights[0].rpartition(".")[0] if weights else func.__name__
         self.operator = self.operator.replace("scaled_dot_product_", "")
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and address(result) not in self.inputs:  # not a view
+        # A view of an input has the address of this input, and is not recorded.
+        if isinstance(result, Tensor) and address(result) not in self.inputs:
             self.results[address(result)] = self.operator.rpartition(".")[2] + "(..)"
         return result
 
     def describe(self, tensor: Tensor) -> str:
-        """Return name and shape: "gelu(..) 4x32". A tensor of the running operator has no name
-        yet."""
+        """Return the name and the shape of a tensor: "gelu(..) 4x32". A tensor that the running
+        operator makes has no name yet."""
         place, name = address(tensor), ""
         if place in self.names:
             name = self.names[place].rpartition(".")[2] + " "
         elif place in self.inputs and place in self.results:
             name = self.results[place] + " "
-        return name + "x".join(map(str, tensor.shape)).removeprefix("1x")  # B = 1
+        return name + "x".join(map(str, tensor.shape)).removeprefix("1x")  # leave out B = 1
 
     def hear(self, event: str, ticket: Ticket | None, tensor: Tensor | None) -> None:
         if event == "replay":
@@ -216,7 +227,7 @@ class Narrator(TorchFunctionMode):
 
 
 def address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()  # views (q, k and v; weight.t()) share it
+    return tensor.untyped_storage().data_ptr()  # views (q, k, v; weight.t()) have the same address
 
 
 narrator: Narrator | None = None
@@ -228,12 +239,15 @@ def tell(event: str, ticket: Ticket | None = None, tensor: Tensor | None = None)
 
 
 def tell_the_story(dropout: float) -> None:
-    """Print the story of one block, forward and backward. Its last line is `x + dropout(..)`: with
-    dropout, the last ticket is for a mask, which exists only after the last matmul."""
+    """Run forward and backward of one block, and print each event.
+
+    The last line of the block's code is `x + dropout(..)`. So with dropout the last ticket is for a
+    mask, which exists only after the last matmul.
+    """
     global narrator
     torch.manual_seed(0)
     block = Block(MiniGPTConfig(n_heads=2, d_model=8, d_ff=32, dropout=dropout))
-    block.attn.dropout = 0.0  # on a CPU, attention with dropout saves a dozen tensors more
+    block.attn.dropout = 0.0  # on a CPU, attention with dropout saves a dozen more tensors
     x = torch.randn(1, 4, 8, requires_grad=True)
     narrator = Narrator(block, x)
     try:
@@ -266,7 +280,7 @@ VARIANTS: dict[str, tuple[str, Callable[[], AbstractContextManager]]] = {
     "no checkpoint": ("none", nullcontext),
     "torch, no early stop": ("full", partial(set_checkpoint_early_stop, False)),
     "torch": ("full", nullcontext),
-    # The same model with the same line; only the name `checkpoint` in it means another function.
+    # The model's code is the same, but its name `checkpoint` now means the function of this file.
     "this file": ("full", partial(mock.patch, "model.checkpoint", in_place_of_torchs)),
 }
 
@@ -277,8 +291,8 @@ class Step:
 
     loss: Tensor
     gradients: dict[str, Tensor]
-    flops: int  # matmuls of forward and backward (fused attention: since torch 2.15)
-    kept: int  # bytes that live from forward to backward
+    flops: int  # of matmuls in forward and backward (since torch 2.15 also of fused attention)
+    kept: int  # bytes that forward keeps for backward
 
 
 def run_step(
@@ -296,8 +310,8 @@ def run_step(
             return model(ids[:, :-1], ids[:, 1:])
 
     with context():
-        # Count all storages that forward made and that are still alive. A hook sees only those of
-        # the graph, and our x hides in a closure.
+        # Count all storages that forward made and that are still alive. Hooks for saved tensors see
+        # only the tensors of the graph. But our checkpoint keeps x in a closure.
         kept = sum(tensor.nbytes for tensor in kept_for_backward(model, forward))
         torch.manual_seed(1)
         with FlopCounterMode(display=False) as counter:
@@ -314,7 +328,8 @@ def same_gradients(a: Step, b: Step) -> bool:
 
 
 def is_torchs(ours: Step, torchs: Step) -> bool:
-    """Return whether both steps are equal to the bit, to the operation and to the byte."""
+    """Return whether both steps have the same results to the bit, and the same FLOPs and kept
+    bytes."""
     same_cost = (ours.flops, ours.kept) == (torchs.flops, torchs.kept)
     return same_cost and torch.equal(ours.loss, torchs.loss) and same_gradients(ours, torchs)
 
@@ -339,7 +354,7 @@ def main(argv: list[str]) -> int:
         description="Activation checkpointing, rebuilt from scratch and compared with torch's.",
     )
     parser.add_argument("--dropout", type=number_in_range(float, 0, 0.99), default=0.1, metavar="P",
-                        help="of block and model, 0 = off (default: %(default)s)")  # fmt: skip
+                        help="dropout rate, 0 = off (default: %(default)s)")  # fmt: skip
     args = parser.parse_args(argv)
     tell_the_story(args.dropout)
     model = f"a MiniGPT with {CONFIG.n_layers} blocks, dropout {args.dropout:g}"

@@ -1,19 +1,20 @@
 """Show the exercises of docs/lesson.md, and check answers to them.
 
-python -m scripts.lesson                   # what there is
-python -m scripts.lesson 4                 # shows exercise 4
-python -m scripts.lesson 4 30              # is 30 the answer to it?
-python -m scripts.lesson 4 --measure       # see for yourself
-python -m scripts.lesson 4 --solution      # the answer, and why (without a number: all of them)
+python -m scripts.lesson                   # list the exercises
+python -m scripts.lesson 4                 # show exercise 4
+python -m scripts.lesson 4 30              # check whether 30 is the answer to exercise 4
+python -m scripts.lesson 4 --measure       # measure the answer to exercise 4
+python -m scripts.lesson 4 --solution      # print the answer and its reason (without 4: all)
 
-The texts come from docs/lesson.md. The model and the planner compute each answer on demand: one
-function per exercise, below the texts. Exit codes: 0 right, 3 not yet right, 2 no answer at all.
+The questions are in docs/lesson.md. Hints and reasons are in EXERCISES. The model and the planner
+compute each answer on demand, in one function per exercise (MEASURES). Exit codes: 0 the answer is
+right, 3 the answer is wrong, 2 the text is not an answer.
 """
 
 import os
 import sys
 
-if not __package__:  # python scripts/lesson.py: the others lie one folder up
+if not __package__:  # `python scripts/lesson.py`: other modules are in the parent folder
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
@@ -52,17 +53,19 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Exercise:
-    """How an answer is parsed, and the comments on it. The question is in docs/lesson.md."""
+    """Rules to parse an answer and to check it, and comments on it. docs/lesson.md has the
+    question."""
 
     why: str  # printed with the right answer
     hint: str  # printed for a wrong answer that is not in `mistakes`
     mistakes: tuple[tuple[float | str, str], ...] = ()  # (a wrong answer, the comment on it)
-    unit: str = ""  # of the number; "": none
-    tolerance: float = 0.0  # relative, for a number
-    choices: tuple[str, ...] = ()  # if not empty, the answer is one of these, not a number
+    unit: str = ""  # unit of the number; "": no unit
+    tolerance: float = 0.0  # relative error that still counts as right
+    choices: tuple[str, ...] = ()  # if not empty, the answer is one of these
 
     def read(self, text: str) -> float | str:
-        """Return the answer in `text`. Raises UsageError if it cannot be an answer."""
+        """Return the answer in `text`, which is a number or one of `choices`. Raises UsageError if
+        `text` is neither."""
         if self.choices:
             word = text.strip("'\"`.() ").lower()
             if word not in self.choices:
@@ -80,166 +83,174 @@ class Exercise:
         return abs(given - answer) <= self.tolerance * abs(answer)
 
     def comment(self, given: float | str) -> str:
-        """Return the comment on a wrong answer: it tells where to look, not the right answer."""
+        """Return the comment on the wrong answer `given`. It helps to find the right answer, but
+        does not contain it."""
         comments = (comment for wrong, comment in self.mistakes if self.is_near(given, wrong))
         return next(comments, self.hint)
 
     def answer(self, answer: float | str) -> str:
-        """Return the right answer and its reason."""
+        """Return the right answer with its reason."""
         shown = answer if isinstance(answer, str) else f"{round(answer, 2):g} {self.unit}".strip()
         return f"{shown}. {self.why}"
 
 
 EXERCISES: dict[int, Exercise] = {
     1: Exercise(
-        why="A linear layer's backward needs the layer's input, GELU's needs GELU's. Nobody needs "
-        "y: the result of a last matmul is never kept.",
-        hint="Go through the three operations one by one: which tensor is in the formula of its "
-        "gradient, what went in or what came out?",
+        why="Backward of a linear layer needs the layer's input, and backward of GELU needs GELU's "
+        "input. No backward needs y. So the result of a last matmul is never kept.",
+        hint="Go through the three operations one by one. Which tensor is in the formula of the "
+        "operation's gradient: its input or its result?",
         mistakes=(
-            (4, "One of them is only handed on: whose gradient has it in its formula?"),
-            (2, "Weights want their gradients, too; and GELU has no weights, but a slope."),
+            (4, "One tensor is too many. Which tensor is in no formula of a gradient?"),
+            (2, "The gradients of the weights need tensors, too. And so does the slope of GELU."),
         ),
     ),
     2: Exercise(
         unit="BTC",
         tolerance=0.01,
-        why="x, ln_1, q, k, v, attention, x2 and ln_2 are 8 tensors of the width C, c_fc and gelu "
-        "count for 4 each: 16 tensors of 4 BTC. Not one c_proj is among them.",
-        hint="Count in tensors of the width C, of 4 BTC each: q, k and v are three, c_fc is four.",
+        why="x, ln_1, q, k, v, attention, x2 and ln_2 are 8 tensors of width C. c_fc and gelu are "
+        "4 C wide, so each counts as 4 tensors: together 16 tensors of 4 BTC. No result of a "
+        "c_proj is kept.",
+        hint="Count tensors of width C, which have 4 BTC each: q, k and v are three, c_fc is four.",
         mistakes=(
-            (72, "Both results of a c_proj are in that. An addition needs neither of its inputs."),
-            (68, "One result too many: what comes out of a c_proj goes into an addition."),
-            (16, "That many tensors, yes; and how many bytes has a number in float32?"),
-            (32, "That would be 2 bytes a number; float32 has 4."),
-            (40, "That is c_fc and gelu as if they were 1 C wide; they are 4 C."),
-            (60, "One is missing. Is x there, and x2 as well?"),
+            (72, "You counted the results of both c_proj. An addition does not need its inputs."),
+            (68, "You counted one result of a c_proj. An addition does not need its inputs."),
+            (16, "That is the number of tensors. How many bytes does a float32 number have?"),
+            (32, "That would be for numbers of 2 bytes. A float32 number has 4 bytes."),
+            (40, "You counted c_fc and gelu as if they were C wide. They are 4 C wide."),
+            (60, "One tensor is missing. Did you count both x and x2?"),
         ),
     ),
     3: Exercise(
         unit="BTC",
         tolerance=0.01,
-        why="x and x2 stay at 4, the 14 others are 2 now: 8 + 28. Papers that keep the stream in "
-        "16 bits as well have 32 (and with masks of dropout 34).",
-        hint="Take the 16 tensors of exercise 2 again: which have 4 bytes a number, which have 2?",
+        why="x and x2 still have 4 BTC each. The 14 other tensors now have 2 BTC each: 8 + 28. "
+        "Papers with a residual stream in 16 bits count 32 (or 34 with the masks of dropout).",
+        hint="Take the 16 tensors of exercise 2. Which have 4 bytes per number, and which have 2?",
         mistakes=(
-            (32, "Not all of it is halved: the residual stream is not."),
-            (34, "One tensor of the residual stream is in it; a block has two."),
-            (64, "That was float32."),
+            (32, "Not all tensors have half the bytes: the residual stream stays in float32."),
+            (34, "You counted one tensor of the residual stream in float32. A block has two."),
+            (64, "That is the result for float32, as in exercise 2."),
         ),
     ),
     4: Exercise(
         unit="BTC",
         tolerance=0.01,
-        why="ln_1 and ln_2 (2 each) and gelu (8) go: a third of the block, and no matmul is done "
-        "again. What they are made from (x, x2, c_fc) has to stay for it.",
-        hint="Subtract from exercise 3 what two LayerNorms and a GELU return.",
+        why="ln_1 and ln_2 (2 BTC each) and gelu (8 BTC) are not kept. That is a third of the "
+        "block, and no matmul is recomputed. Their inputs (x, x2, c_fc) must be kept for the "
+        "replay.",
+        hint="Subtract the results of two LayerNorms and a GELU from the answer to exercise 3.",
         mistakes=(
-            (12, "So much goes. How much stays?"),
-            (28, "One kind of the two: LayerNorms (2 each) and GELU (8)."),
-            (32, "One kind of the two: LayerNorms (2 each) and GELU (8)."),
-            (16, "c_fc must stay: GELU is made from it, and making c_fc again is a matmul."),
+            (12, "That is what is no longer kept. How much is still kept?"),
+            (28, "You subtracted one kind of two: LayerNorms (2 each) and GELU (8)."),
+            (32, "You subtracted one kind of two: LayerNorms (2 each) and GELU (8)."),
+            (16, "c_fc must be kept: GELU is recomputed from it, and c_fc itself is a matmul."),
             (26, "There are two LayerNorms in a block."),
         ),
     ),
     5: Exercise(
         tolerance=0.004,
-        why="Of 12 C^2 weights in a block the last 4 are not multiplied again: 1 + (8/12) / 3. The "
-        "head, which is not replayed at all, makes it 1.17 for GPT-2 small.",
-        hint="Forward is 1 of the 3 parts of a step. Which share of a block's forward is replayed?",
+        why="A block has 12 C^2 weights. The last matmul, with 4 C^2 of them, is not replayed: "
+        "1 + (8/12) / 3. For GPT-2 small it is 1.17, because its head is not replayed.",
+        hint="Forward is a third of a step's FLOPs. Which share of a block's forward is replayed?",
         mistakes=(
-            (4 / 3, "That is the textbook's. Which matmul's result does nobody need?"),
-            (1.17, "That is GPT-2 small with its head; here there are only blocks."),
-            (5 / 3, "The replay is a share of forward, and forward is a third of the step."),
-            (1 + 11 / 36, "A matmul less, but not that one: which is the last of a block?"),
-            (2 / 9, "That is what is added. And the step itself?"),
+            (4 / 3, "That is the textbook's answer. Which matmul has a result that nothing needs?"),
+            (1.17, "That is GPT-2 small with its head. The exercise asks for blocks alone."),
+            (5 / 3, "The replay is a share of one forward, and a forward is a third of the step."),
+            (1 + 11 / 36, "You left out the wrong matmul. Which matmul is the last of a block?"),
+            (2 / 9, "That is the replay alone. Add the step itself."),
         ),
     ),
     6: Exercise(
         choices=("a", "b", "c", "d"),
-        why="The loss is forward's and forward is the same; but backward multiplies with the masks "
-        "of other dice. So checkpoint keeps the generator's state, and then nothing differs.",
-        hint="When is the loss computed, before the replay or after? And what does backward do "
-        "with a dropout mask?",
+        why="Forward computes the loss before any replay, so the loss is the same. But backward "
+        "multiplies by the masks of the replay, which would be other masks. So checkpoint saves "
+        "the generator's state, and then no bit differs.",
+        hint="Is the loss computed before the replay or after it? And what does backward do with a "
+        "dropout mask?",
         mistakes=(
-            ("a", "Shapes and types are all as they were; who would notice?"),
-            ("b", "When is the loss computed, before the replay or after?"),
-            ("d", "Backward of dropout multiplies with the mask. Which one does it get?"),
+            ("a", "All shapes and dtypes are the same. How would torch detect the difference?"),
+            ("b", "Is the loss computed before the replay or after it?"),
+            ("d", "Backward of dropout multiplies by a mask: forward's or the replay's?"),
         ),
     ),
     7: Exercise(
         unit="GiB",
         tolerance=0.02,
-        why="12 bytes for each of tokens x ids, more than all 12 blocks keep. So the head runs in "
-        "chunks here; with it at once, even `full` would save less than a third of the peak.",
+        why="The three tensors take 12 bytes for each of tokens x ids: more than all 12 blocks "
+        "keep. So in this project the head runs in chunks. If it ran at once, even `full` would "
+        "save less than a third of the peak.",
         hint="Tokens x ids x 3 tensors x 4 bytes; a GiB has 2^30 bytes.",
         mistakes=(
-            (2.3, "That is one of the three."),
-            (4.6, "That is two of the three."),
-            (3.45, "float32 has 4 bytes a number."),
-            (7.41, "Those are GB (10^9); a GiB has 2^30 bytes."),
-            (0.58, "That is one sequence."),
+            (2.3, "That is one of the three tensors."),
+            (4.6, "That is two of the three tensors."),
+            (3.45, "A float32 number has 4 bytes."),
+            (7.41, "That is in GB (10^9 bytes). A GiB has 2^30 bytes."),
+            (0.58, "That is for one sequence. There are 12 sequences."),
         ),
     ),
     8: Exercise(
-        why="A block in full is as much as 9 inputs, so what a group saves in inputs it loses nine "
-        "times over: 4 L / K + 36 K has its minimum at sqrt(L) / 3, which is 1.2 for 12.",
-        hint="Write down 4 L / K + 36 K for L = 12 and K = 1, 2, 3, 4.",
+        why="All tensors of a block take as much memory as 9 inputs. So each block that is added "
+        "to a group costs as much as 9 inputs. 4 L / K + 36 K has its minimum at sqrt(L) / 3, "
+        "which is 1.2 for 12 blocks.",
+        hint="Compute 4 L / K + 36 K for L = 12 and K = 1, 2, 3, 4.",
         mistakes=(
-            (3, "That is sqrt(12), for inputs as large as blocks. Here they are a ninth."),
-            (4, "That is sqrt(12), for inputs as large as blocks. Here they are a ninth."),
-            (12, "Then all 12 blocks are there in full at a time: as without recompute."),
+            (3, "sqrt(12) is for inputs as large as a block. Here an input is a ninth of a block."),
+            (4, "sqrt(12) is for inputs as large as a block. Here an input is a ninth of a block."),
+            (12, "Then all tensors of 12 blocks exist at the same time, as without recompute."),
         ),
     ),
     9: Exercise(
         unit="MiB",
         tolerance=0.01,
-        why="The gradients, 4 bytes a parameter, wait through every forward but the first. Still "
-        "the smaller batch wins: activations shrink by more.",
-        hint="What is summed from one micro-batch to the next, and how many bytes a parameter?",
+        why="The gradients, 4 bytes per parameter, exist during every forward except the first. "
+        "The smaller batch still needs less memory, because activations shrink by more.",
+        hint="What is summed over the micro-batches, and how many bytes per parameter is it?",
         mistakes=(
-            (1899, "That is all 16 bytes. Which of them were not there before?"),
-            (1424, "Those 12 bytes, weights and moments, are there in any case."),
-            (949, "The moments are there in any case."),
-            (498, "Those are MB (10^6); a MiB has 2^20 bytes."),
-            (0, "Gradients are summed over the micro-batches: where are they meanwhile?"),
+            (1899, "That is all 16 bytes. Which of them did not exist in forward with one batch?"),
+            (1424, "That is 12 bytes: the weights and the moments. They exist in any case."),
+            (949, "That is the moments. They exist in any case."),
+            (498, "That is in MB (10^6 bytes). A MiB has 2^20 bytes."),
+            (0, "Gradients are summed over the micro-batches. Where are they in the next forward?"),
         ),
     ),
     10: Exercise(
         choices=RECOMPUTE_POLICIES,
-        why="16 bytes a parameter leave 2.1 GiB of the 4, and 12 blocks of 18 BTC, 9 MiB each, "
-        "take 1.9. `auto` would look further, for a policy in only a part of the blocks.",
-        hint="4 GiB less 16 bytes a parameter; a BTC is 12 x 1,024 x 768 bytes, times 12 blocks.",
+        why="16 bytes per parameter leave 2.1 GiB of the 4 GiB. A BTC is 9 MiB here, so 12 blocks "
+        "of 18 BTC take 1.9 GiB. `auto` would also try policies for only some of the blocks.",
+        hint="Subtract 16 bytes per parameter from 4 GiB. A BTC is 12 x 1,024 x 768 bytes, and "
+        "there are 12 blocks.",
         mistakes=(
-            ("none", "12 blocks of 36 BTC are 3.8 GiB, and the parameters' 16 bytes come on top."),
-            ("cheap", "12 blocks of 24 BTC are 2.5 GiB; how much do the 16 bytes leave?"),
-            ("selective", "It keeps as much as cheap; how much do the 16 bytes leave?"),
+            ("none", "12 blocks of 36 BTC are 3.8 GiB. Add the 16 bytes per parameter."),
+            ("cheap", "12 blocks of 24 BTC are 2.5 GiB. How much do the parameters leave?"),
+            ("selective", "It keeps as much as cheap. How much do the parameters leave?"),
             ("attn", "It keeps 26 BTC, more than cheap."),
-            ("sdpa", "It fits, but one that costs less does, too."),
-            ("full", "It fits, but one that costs less does, too."),
+            ("sdpa", "It fits, but a policy that costs less fits, too."),
+            ("full", "It fits, but a policy that costs less fits, too."),
         ),
     ),
     11: Exercise(
-        why="36 / K inputs of groups wait, and K of the blocks inside of one: least at sqrt(36), "
-        "as Chen et al. say. A block in full, as much as 9 inputs, no longer counts K times.",
-        hint="Write down 36 / K + K for the divisors of 36.",
+        why="36 / K inputs of groups are kept, and K inputs of the blocks in one group. The sum is "
+        "smallest at sqrt(36), as Chen et al. say. All tensors of a block take as much as 9 "
+        "inputs, but they no longer count K times.",
+        hint="Compute 36 / K + K for the divisors of 36.",
         mistakes=(
-            (1, "Then all 36 inputs wait. What is there in full is one block, whatever K is."),
-            (2, "That is sqrt(36) / 3, for groups whose blocks are all there in full."),
-            (36, "Then the only group's replay keeps the inputs of all 36 blocks."),
+            (1, "Then all 36 inputs are kept. All tensors of only one block exist, whatever K is."),
+            (2, "sqrt(36) / 3 is for groups whose blocks have all their tensors at the same time."),
+            (36, "Then there is one group, and its replay keeps the inputs of all 36 blocks."),
         ),
     ),
     12: Exercise(
         choices=("a", "b", "c", "d"),
-        why="Forward changes no weight, backward only gradients, and those are dropped; with the "
-        "same data and masks the policy changes no bit. In the update the first weights have "
-        "changed already when a later one fails: a second update would move them twice.",
-        hint="Which tensors that stay does each part of a step write: forward, backward, update? "
-        "Which of them can be put back without a copy?",
+        why="Forward changes no weight. Backward changes only gradients, and the run drops them. "
+        "With the same data and masks, the policy changes no bit. In the update, the first weights "
+        "have changed already when memory runs out. A second update would change them twice.",
+        hint="Which tensors does each part of a step change: forward, backward, update? Which of "
+        "these changes can the run undo without a copy?",
         mistakes=(
-            ("a", "What does backward write? Can the run put that back?"),
-            ("c", "The update goes from weight to weight. How are the first ones when it fails?"),
-            ("d", "Exercise 6: does a policy change the result, if the masks are the same?"),
+            ("a", "Which tensors does backward change? Can the run undo these changes?"),
+            ("c", "The update changes weight after weight. What if it fails after the first?"),
+            ("d", "See exercise 6: does a policy change the result if the masks are the same?"),
         ),
     ),
 }
@@ -250,20 +261,20 @@ EXERCISES: dict[int, Exercise] = {
 Measured = tuple[float | str, list[str]]
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)
 SEQ_LEN, SEQUENCES = 1024, 12
-BUDGET = 4 * GIB  # exercise 10
+BUDGET = 4 * GIB  # of the GPU in exercise 10
 
 
 def needed_by_backward() -> Measured:
-    """Answer 1: the number of an MLP's tensors that autograd keeps."""
+    """Compute answer 1: the number of an MLP's tensors that autograd keeps for backward."""
     mlp = MLP(MiniGPTConfig(n_heads=1, d_model=8, d_ff=32))
     x = torch.randn(2, 4, 8, requires_grad=True)
     saved: set[int] = set()
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.add(tensor.untyped_storage().data_ptr())  # views of one tensor share their storage
+        saved.add(tensor.untyped_storage().data_ptr())  # views of a tensor share its storage
         return tensor
 
-    # The same operators as in Block.up_project and Block.down_project.
+    # These are the operators of Block.up_project and Block.down_project, without the LayerNorm.
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         wide = mlp.c_fc(x)
         g = F.gelu(wide, approximate="tanh")
@@ -276,8 +287,8 @@ def needed_by_backward() -> Measured:
 
 
 def block_keeps(policy: str, no_amp: bool = False) -> Measured:
-    """Answers 2, 3 and 4: BTC that a block keeps, without autocast's copies of the weights, which
-    do not grow with the batch."""
+    """Compute answers 2, 3 and 4: the BTC that a block keeps with `policy`. Autocast's copies of
+    the weights are left out, because they do not grow with the batch. `no_amp`: no autocast."""
     size = {"batch_size": 2, "seq_len": SEQ_LEN, "d_model": 768, "n_heads": 12}
     tensors = kept_by_one_block(policy, argparse.Namespace(**size, no_amp=no_amp))
     tensors = [tensor for tensor in tensors if tensor.shape[0] in (2, 2 * SEQ_LEN)]
@@ -286,13 +297,14 @@ def block_keeps(policy: str, no_amp: bool = False) -> Measured:
 
 
 def cost_of_full() -> Measured:
-    """Answer 5: FLOPs of blocks alone with `full`; the other lines add the rest of a model."""
+    """Compute answer 5: the FLOPs of a step of blocks with `full`, divided by those with `none`.
+    The other lines add attention's own products, then the head."""
 
     def relative(vocab_size: int, seq_len: int) -> float:
         config = replace(GPT2_SMALL, vocab_size=vocab_size, recompute="full")
         return relative_flops(config, seq_len)
 
-    answer = relative(1, 0)  # (a head of one id costs almost nothing)
+    answer = relative(1, 0)  # (the head of a vocabulary of one id costs almost nothing)
     return answer, [
         f"{answer:.2f}  blocks alone",
         f"{relative(1, SEQ_LEN):.2f}  and attention's products",
@@ -301,8 +313,8 @@ def cost_of_full() -> Measured:
 
 
 def other_dice() -> Measured:
-    """Answer 6: compare steps with dropout: without a checkpoint, with one, and with one that
-    forgets the random state."""
+    """Compute answer 6: compare three steps with dropout: one without a checkpoint, one with a
+    checkpoint, and one with a checkpoint that does not restore the random state."""
     none = run_step("none")
     lines, answer = [f"no checkpoint             loss {none.loss:.6f}"], ""
     for name, remembers in (("checkpoint", True), ("preserve_rng_state=False", False)):
@@ -320,9 +332,9 @@ def other_dice() -> Measured:
     return answer, lines
 
 
-@cache  # a planner keeps its simulated steps
+@cache  # one planner simulates each step only once
 def planner(accumulate: bool = False) -> Planner:
-    """Return the planner of GPT-2 small on a GPU."""
+    """Return a planner for GPT-2 small on a GPU."""
     return Planner(
         GPT2_SMALL,
         SEQ_LEN,
@@ -334,7 +346,8 @@ def planner(accumulate: bool = False) -> Planner:
 
 
 def ways(policies: Iterable[str], accumulate: bool = False, **memory: Any) -> list[StepMemory]:
-    """Simulate a step with each policy: a second or two each, with a progress bar on a terminal."""
+    """Simulate a step with each policy. A step takes one or two seconds. A terminal shows a
+    progress bar."""
     return [
         planner(accumulate).step(SEQUENCES, recompute=policy, **memory)
         for policy in tqdm(policies, leave=False, disable=None)
@@ -342,7 +355,7 @@ def ways(policies: Iterable[str], accumulate: bool = False, **memory: Any) -> li
 
 
 def the_head() -> Measured:
-    """Answer 7: GiB that the head takes if it computes all logits at once."""
+    """Compute answer 7: the GiB that the head takes if it computes all logits at once."""
     at_once = replace(GPT2_SMALL, loss_chunks=1)
     answer = head_bytes(at_once, SEQUENCES * SEQ_LEN, torch.float32) / GIB
     lines = []
@@ -361,8 +374,8 @@ def the_head() -> Measured:
 def best_group(
     planner: Planner, sizes: Iterable[int], policy: str, formula: Callable[[int], float]
 ) -> Measured:
-    """Return the K with the lowest peak. `policy`: a policy with the letter K for K; `formula`: BTC
-    with groups of K."""
+    """Return the group size K of the step with the lowest peak. `policy`: a policy string with the
+    letter "K" in place of the size. `formula(K)`: the BTC that groups of K blocks need."""
     peaks, lines = dict[int, int](), ["K   by formula   peak of a step"]
     for k in tqdm(sizes, leave=False, disable=None):
         peaks[k] = planner.step(SEQUENCES, recompute=policy.replace("K", str(k))).peak
@@ -371,14 +384,14 @@ def best_group(
 
 
 def groups() -> Measured:
-    """Answer 8: the best group size. Gradients exist all the time, so that the peak is at the start
-    of backward."""
+    """Compute answer 8: the best group size. The step accumulates gradients, so gradients exist all
+    the time. Then the peak is at the start of backward."""
     accumulating = planner(accumulate=True)
     return best_group(accumulating, (1, 2, 3, 4, 6, 12), "full/K", lambda k: 4 * 12 / k + 36 * k)
 
 
 def gradients_that_wait() -> Measured:
-    """Answer 9: MiB of gradients that exist when the forward of a micro-batch begins."""
+    """Compute answer 9: the MiB of gradients that exist when a micro-batch's forward begins."""
     n_parameters = sum(parameter.numel() for parameter in planner().model.parameters())
     steps = {
         "1 x 12 sequences": planner().step(12),
@@ -395,7 +408,7 @@ def gradients_that_wait() -> Measured:
 
 
 def policy_for_a_card() -> Measured:
-    """Answer 10: the policy with the fewest FLOPs that fits in 4 GiB."""
+    """Compute answer 10: of the policies that fit in 4 GiB, the policy with the fewest FLOPs."""
     steps = sorted(ways(RECOMPUTE_POLICIES), key=lambda s: recompute_cost(s.config, SEQ_LEN))
     lines = ["policy     FLOPs      peak  in 4 GiB"]
     for step in steps:
@@ -406,8 +419,8 @@ def policy_for_a_card() -> Measured:
 
 
 def nested_groups() -> Measured:
-    """Answer 11: the best group size with nested checkpoints. The blocks are narrow, so their
-    weights do not matter."""
+    """Compute answer 11: the best group size with nested checkpoints. The blocks are narrow, so
+    their weights take little memory."""
     config = MiniGPTConfig(61, SEQ_LEN, n_layers=36, n_heads=1, d_model=64, d_ff=256, dropout=0.0)
     deep = replace(planner(), config=config)
     sizes = 2, 3, 4, 6, 9, 12, 18
@@ -416,8 +429,8 @@ def nested_groups() -> Measured:
 
 def weights_after(part: str, drop: bool = True) -> list[Tensor]:
     """Return the weights after two steps. In the first step memory runs out in the middle of
-    `part`, so the step is done again, with `full`. `drop`: drop the first attempt's gradients
-    before that."""
+    `part`, and the step is repeated with `full`. `part` "": memory does not run out. `drop`: drop
+    the gradients of the failed attempt before the step is repeated."""
     torch.manual_seed(0)
     model = MiniGPT(MiniGPTConfig(61, 16, n_layers=2, n_heads=1, d_model=16, d_ff=64))
     weights: list[Tensor] = list(model.parameters())
@@ -434,7 +447,7 @@ def weights_after(part: str, drop: bool = True) -> list[Tensor]:
         hooks[part](mock.Mock(side_effect=once))
     for seed, recompute in ((1, "none"), *[(1, "full")] * bool(part), (2, "full")):
         model.config = replace(model.config, recompute=recompute)
-        torch.manual_seed(seed)  # data and masks follow from it
+        torch.manual_seed(seed)  # the seed determines the data and the masks
         ids = torch.randint(61, (2, 17))
         with suppress(torch.OutOfMemoryError):
             model(ids[:, :-1], ids[:, 1:]).backward()
@@ -447,7 +460,7 @@ def weights_after(part: str, drop: bool = True) -> list[Tensor]:
 
 
 def done_again() -> Measured:
-    """Answer 12: compare runs in which memory runs out in forward, in backward, or in the
+    """Compute answer 12: compare runs in which memory runs out in forward, in backward, or in the
     update."""
     undisturbed = weights_after("")
     weights_by_part = {part: weights_after(part) for part in ("forward", "backward", "update")}
@@ -460,7 +473,7 @@ def done_again() -> Measured:
         f"{name:<24}  {n or 'none'} of {len(undisturbed)} weights differ"
         for name, n in zip(weights_by_part, differ, strict=True)
     ]
-    # The number of parts after which a step may be done again.
+    # The number of parts, from forward on, in which memory may run out without another result.
     n_safe = next(i for i, n in enumerate(differ) if n)
     return "dabc"[n_safe], ["memory runs out in", *lines]
 
@@ -485,14 +498,15 @@ MEASURES: dict[int, Callable[[], Measured]] = {
 
 
 def sections() -> dict[int, str]:
-    """Return number -> text of the exercise in docs/lesson.md, with its title."""
+    """Return the exercises of docs/lesson.md: number -> title and text."""
     text = PAGE.read_text(encoding="utf-8")
     found = re.findall(r"^## ((\d+)\. .*?)\s*(?=^## |\Z)", text, re.M | re.S)
     return {int(number): section for section, number in found}
 
 
 def check(n: int, text: str) -> int:
-    """Print the comment on an answer; return the exit code. Raises UsageError."""
+    """Print the comment on the answer `text` to exercise `n`. Return the exit code. Raises
+    UsageError if `text` is not an answer."""
     exercise = EXERCISES[n]
     given, (answer, _) = exercise.read(text), MEASURES[n]()
     if exercise.is_near(given, answer):
@@ -506,15 +520,15 @@ def check(n: int, text: str) -> int:
 def main(argv: list[str]) -> int:
     parser = OneLineParser(
         prog="python -m scripts.lesson",
-        description="Exercises on activation memory (docs/lesson.md), and whether you are right.",
-        epilog="exit codes: 0 right (or nothing to check), 3 not yet right, 2 no answer at all",
+        description="Exercises on activation memory (docs/lesson.md), and a check of your answers.",
+        epilog="exit codes: 0 right (or nothing to check), 3 wrong, 2 not an answer",
     )
     add = parser.add_argument
     add("exercise", nargs="?", type=number_in_range(int, 1, len(EXERCISES)), metavar="N",
-        help=f"an exercise, 1 to {len(EXERCISES)}; alone: show it")  # fmt: skip
-    add("answer", nargs="*", metavar="ANSWER", help="is it right?")
-    add("--measure", action="store_true", help="see for yourself, in a few seconds")
-    add("--solution", action="store_true", help="the answer, and why (without N: all of them)")
+        help=f"number of an exercise, 1 to {len(EXERCISES)}; alone: show it")  # fmt: skip
+    add("answer", nargs="*", metavar="ANSWER", help="check this answer")
+    add("--measure", action="store_true", help="measure the answer, in a few seconds")
+    add("--solution", action="store_true", help="print the answer and its reason (without N: all)")
     args = parser.parse_args(argv)
     n, code = args.exercise, 0
     if n is None and args.measure:

@@ -1,7 +1,7 @@
-"""Settings and fixtures of all tests: one thread per process, no spinning, no network.
+"""Settings and fixtures of all tests. Each process uses one thread, which sleeps while it waits.
 
-The tests check results, not speed, and results differ in the last bit between one thread and two.
-Every child process inherits these settings.
+With two threads the last bits of a result may be different from those with one thread. Child
+processes inherit the environment variables that are set here.
 """
 
 import gc
@@ -12,10 +12,10 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-gc.set_threshold(300_000)  # look for garbage less often
+gc.set_threshold(300_000)  # collect garbage less often: this saves time
 
-# A shell that starts the tests in the background makes them ignore Ctrl-C, and child processes
-# inherit that. Some tests send Ctrl-C to a child.
+# If a shell starts the tests in the background, the tests and their child processes ignore Ctrl-C
+# (SIGINT). But some tests send SIGINT to a child process.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -29,13 +29,13 @@ import trainer.plan  # noqa: E402
 import trainer.setup  # noqa: E402
 from data import find_dataset  # noqa: E402
 
-trainer.plan.make_planner = planned.make_once  # before another module imports it
+trainer.plan.make_planner = planned.make_once  # replaced before another module imports it
 settings.register_profile("the same each time", deadline=None, derandomize=True)
 settings.load_profile("the same each time")
 
 
 def pytest_collection_modifyitems(items) -> None:
-    for item in items:  # (with xdist a report has only these properties of its test)
+    for item in items:  # (with xdist a report has no marks, only `user_properties`)
         marks = item.iter_markers("reliability")
         item.user_properties += [("row", mark.args) for mark in marks]
 
@@ -51,8 +51,8 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
 
 @pytest.fixture
 def thorough(request) -> bool:
-    """Whether only reliability tests are selected. Then tests that depend on chance try more
-    often."""
+    """True if only reliability tests are selected, with -m reliability. Then tests with random
+    faults make more attempts."""
     return request.config.getoption("-m") == "reliability"
 
 
@@ -64,13 +64,13 @@ def one_thread():
 
 @pytest.fixture
 def everything_travels(monkeypatch) -> None:
-    """Let offload move every tensor, however small."""
+    """Make offload move every tensor, however small."""
     monkeypatch.setattr("memory.offload.MIN_OFFLOAD_BYTES", 1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def plans_nothing():
-    """Turn off memory prediction in runs of trainers, here and in child processes."""
+    """Turn off memory prediction in runs of trainers, in this process and in child processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PLANS_NOTHING", "1")
         plan_nothing()
@@ -93,14 +93,15 @@ def path(tmp_path) -> Path:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """Folder of the token cache. (This hides pytest's own `cache`, which no test needs.)"""
+    """Folder of the token cache. (This fixture replaces pytest's own fixture `cache`, which no test
+    needs.)"""
     monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
     return tmp_path / "cache"
 
 
 @pytest.fixture(scope="module")
 def plt():
-    """matplotlib.pyplot in the style of the pictures; without matplotlib the tests are skipped."""
+    """matplotlib.pyplot with the style of our pictures. Tests are skipped without matplotlib."""
     pytest.importorskip("matplotlib")
     from scripts.style import load_pyplot
 
@@ -109,14 +110,15 @@ def plt():
 
 @pytest.fixture(scope="session")
 def chromium():
-    """A browser without a window; without Chromium the tests are skipped."""
+    """Chromium without a window. Tests are skipped where Chromium is not installed."""
     playwright = pytest.importorskip("playwright.sync_api").sync_playwright
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
     program = next(filter(None, map(shutil.which, names)), None)
     if program is None:
         pytest.skip("needs Chromium: apt install chromium, or Chrome")
     with playwright() as running:
-        # As root, Chromium cannot use its sandbox. The other flags keep it from calling home.
+        # Chromium's sandbox does not work for root. Most other flags stop requests of Chromium to
+        # the network.
         flags = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
         flags += "--disable-background-networking --disable-component-update"
         browser = running.chromium.launch(executable_path=program, args=flags.split())

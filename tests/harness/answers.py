@@ -1,4 +1,5 @@
-"""Answers of plan_memory about one small model. Each request runs once in a process."""
+"""Run scripts.plan_memory for one small model, and parse its answers. Each answer is
+cached, so a process runs each request only once."""
 
 import argparse
 import json
@@ -35,20 +36,20 @@ class Answer(NamedTuple):
 
     @property
     def table(self) -> list[str]:
-        """Lines of the table, the header first."""
+        """Lines of the printed table. The first line is the header."""
         (table,) = (part for part in self.out.split("\n\n") if " policy " in part)
         return table.splitlines()
 
     @property
     def command(self) -> list[str]:
-        """Words of the last line, the recommended command."""
+        """Words of the recommended command, which is the last printed line."""
         return self.out.splitlines()[-1].split()
 
 
 @cache
 def ask(flags: str = "--device cuda --memory-budget 1GiB") -> Answer:
-    """Run plan_memory for SHAPE with BATCH sequences, on a machine without a GPU. No tensor is too
-    small for offload (see everything_travels)."""
+    """Run plan_memory with `flags` for SHAPE and BATCH sequences, as on a machine without a GPU.
+    Offload moves every tensor, however small, as with the fixture `everything_travels`."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: False)
         patch.setattr("memory.offload.MIN_OFFLOAD_BYTES", 1)
@@ -69,17 +70,19 @@ def question(flags: str) -> PlanRequest:
 
 
 def budget_for(tensors: float) -> str:
-    """Return flags for a GPU with less than 4 GiB, on which tensors may take `tensors` bytes."""
+    """Return flags for a GPU on which tensors may take `tensors` bytes. `tensors` must be less than
+    3 GiB, because the function assumes a GPU with less than 4 GiB, of which a quarter stays free.
+    """
     return f"--device cuda --memory-budget {int(tensors / 0.75) + 2}b"
 
 
 def room_for(tensors: float) -> MemoryBudget:
-    """Return the memory budget of a CPU that leaves `tensors` bytes to tensors."""
+    """Return the smallest memory budget of a CPU of which tensors may take `tensors` bytes."""
     about = count(int(tensors / 0.9) - 1)
     return MemoryBudget(next(n for n in about if for_tensors(n, "cpu") >= tensors), "cpu")
 
 
 def run(words: list[str]) -> argparse.Namespace:
-    """Return the flags that a recommended command passes to a trainer."""
+    """Parse a recommended command, and return the flags that it passes to train_minimal.py."""
     assert words[:2] == ["python", "train_minimal.py"]
     return parse(" ".join(words[2:]))

@@ -1,5 +1,5 @@
-"""Call the functions of docs/calculator.js, by node or Chromium, and draw random shapes for
-them."""
+"""Call the functions of docs/calculator.js with node or Chromium, and draw random models as input
+for these functions."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from memory import RECOMPUTE_POLICIES, recompute_plan
 from model import MiniGPTConfig
 
 PAGE, SCRIPT = ROOT / "docs/calculator.html", ROOT / "docs/calculator.js"
-# Field of a config -> its name on the page.
+# field of MiniGPTConfig -> name of the same number on the page
 LETTERS = {
     "vocab_size": "V", "max_position_embeddings": "positions", "n_layers": "L", "n_heads": "H",
     "d_model": "C", "d_ff": "F", "loss_chunks": "chunks",
@@ -24,8 +24,9 @@ LETTERS = {
 
 
 def evaluate(expression: str, x: Any, request: pytest.FixtureRequest) -> Any:
-    """Return the value of a JavaScript expression of the page's functions and of `x`. node
-    evaluates it, else Chromium. Without both the test is skipped."""
+    """Return the value of the JavaScript `expression`, which may call the functions of
+    docs/calculator.js and contain `x`. node evaluates the expression. Without node, Chromium does.
+    Without both, the test is skipped."""
     body = f"{SCRIPT.read_text()}\n;((x) => {expression})({json.dumps(x)})"
     node = shutil.which("node") or shutil.which("nodejs")
     if node is None:
@@ -41,8 +42,9 @@ def evaluate(expression: str, x: Any, request: pytest.FixtureRequest) -> Any:
 
 
 def random_shapes(n: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return n random shapes of models: a planner's arguments by name. (Few are deep: of the blocks
-    with one policy, all but the last are equal.)"""
+    """Return n random models, each as a dict of a planner's arguments. (Only every tenth model may
+    have more than 8 blocks. More blocks would test little, because blocks with the same policy are
+    equal, except the last of them.)"""
     draw = random.Random(seed)
     pick: Callable[..., Any] = lambda *values: draw.choice(values)  # noqa: E731
     found = []
@@ -78,14 +80,15 @@ def random_shapes(n: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def as_page(shape: dict[str, Any]) -> dict[str, Any]:
-    """Return a shape under the names that the page's functions use."""
+    """Return a result of `random_shapes` with the names that the page's functions use."""
     config, policies = shape["config"], recompute_plan(shape["config"]).policies
     same = {LETTERS[name]: getattr(config, name) for name in LETTERS}
     same |= {"B": shape["batch_size"], "T": shape["seq_len"], "dropout": config.dropout > 0}
     same |= {name: str(shape[name]).removeprefix("torch.") for name in ("precision", "moments")}
+    # The policy of the first blocks, and the number of blocks that have this policy.
     same |= {
         "policy": policies[0],
         "layers": policies.count(policies[0]),
-    }  # that the first layers have
+    }
     same |= {"optimizer": shape["optimizer"]}
     return same | {"ddp": shape.get("ddp", False), "shards": shape.get("shard_degree", 1)}

@@ -1,4 +1,4 @@
-"""Put a changed model.py in the place of model.py, with changes as users make them."""
+"""Replace model.py by a changed model.py. The changes are examples of what users change."""
 
 import re
 import sys
@@ -27,7 +27,8 @@ BLOCK = "Block(config) for _ in range(config.n_layers)"
 
 
 def of_document(*names: str) -> dict[str, list[tuple[str, str]]]:
-    """Return the diffs of docs/change.md under these names."""
+    """Return the diffs of docs/change.md: name -> [(old lines, new lines)]. `names`: a name for
+    each diff, in the order of the document."""
     text = (ROOT / "docs/change.md").read_text("utf-8")
     diffs = re.findall("^```diff\\n(.*?)^```", text, re.M | re.S)
     changes = {}
@@ -43,7 +44,7 @@ def of_document(*names: str) -> dict[str, list[tuple[str, str]]]:
 # Name of a change -> [(lines of model.py, their replacement)]
 CHANGES: dict[str, list[tuple[str, str]]] = {
     **of_document("rms_norm", "swiglu", "rotary"),
-    "gate": [  # swiglu, with a layer of its own for the gate
+    "gate": [  # swiglu, but a separate linear layer computes the gate
         (C_FC, C_FC + C_FC.replace("c_fc", "c_gate")),
         (
             WIDEN,
@@ -79,7 +80,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             "        return self.ln_2(x + self.dropout(feed_forward(x)))\n",
         ),
     ],
-    "wider_inside": [  # the blocks have MLPs of two sizes
+    "wider_inside": [  # the MLP of every second block is twice as wide
         ("from dataclasses import dataclass", "from dataclasses import dataclass, replace"),
         (
             BLOCK,
@@ -87,7 +88,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             "            for i in range(config.n_layers)",
         ),
     ],
-    "two_tables": [  # a table of positions, and one of ids modulo 7
+    "two_tables": [  # an additional embedding table, of the ids modulo 7
         (TABLE, TABLE + "\n        self.pair_embedding = nn.Embedding(7, config.d_model)"),
         (SUM, SUM[:-1] + " + self.pair_embedding(input_ids % 7))"),
     ],
@@ -97,7 +98,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             "nn.Embedding(2 * config.max_position_embeddings,",
         )
     ],
-    "other_words": [  # the same function, but for rounding
+    "other_words": [  # the same function with other operators: only rounding differs
         (QKV, "return self.ln_1(x) @ self.attn.c_attn.weight.T + self.attn.c_attn.bias"),
     ],
     "buffer": [
@@ -106,20 +107,21 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             INIT + "        self.register_buffer('angles', torch.ones(3), persistent=False)\n",
         )
     ],
-    "asks_a_number": [  # reads a value, which fake tensors do not have
+    "asks_a_number": [  # reads a value of a tensor; fake tensors have no values
         (SUM, SUM + "\n        x = x if x.sum() < 1e9 else -x"),
     ],
 }
-FOLLOWED = [*CHANGES][
-    : [*CHANGES].index("wide_positions")
-]  # changes that every policy follows to the bit
-# Changes that some policies cannot follow: name -> (policies that are refused without dropout,
-# policies that are refused with dropout, its lines)
+# With these changes every policy computes the same bits as `none`.
+FOLLOWED = [*CHANGES][: [*CHANGES].index("wide_positions")]
+# Policies that call the parts of a block, and not the block itself.
 FINER = "cheap selective mlp attn qkv sdpa mlp:1,cheap cheap+offload"
 # Policies that replay most of a block.
 REPLAYED = "selective qkv sdpa full full/2 full/2+nested full+offload"
+# With these changes some policies compute other results than `none`. The trainers refuse these
+# policies. Name of a change -> (policies that are refused without dropout, policies that are
+# refused with dropout, [(lines of model.py, their replacement)])
 REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
-    # Changed lines that a policy does not run.
+    # Changes of lines that some policies do not run.
     "whole_block": (FINER, FINER, [(ALL, ALL.replace("return", "return 0.9 *"))]),
     "halves": (
         "cheap qkv mlp:1,cheap cheap+offload",
@@ -129,7 +131,7 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
             for half in ("self.attn.c_proj(self.attn.attend(self.qkv(x), kv_cache))", NARROWED)
         ],
     ),
-    "norms_in_add": (  # attention's input is not the block's input
+    "norms_in_add": (  # the input of `attention` is not the input of the block
         "qkv",
         "qkv",
         [
@@ -139,7 +141,7 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
             ("feed_forward(x))\n", "feed_forward(self.ln_2(x)))\n"),
         ],
     ),
-    # Random numbers that a replay does not draw again.
+    # Changes that draw random numbers. Some replays do not draw the same numbers again.
     "own_dropout": (
         REPLAYED,
         "",
@@ -168,7 +170,7 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
         "cheap mlp",
         [(WIDEN, "return self.mlp.c_fc(self.ln_2(x) + 0.1 * torch.randn_like(x))")],
     ),
-    # State that a replay changes.
+    # Changes that keep a state. A replay changes the state a second time.
     "counter": (
         f"cheap mlp {REPLAYED}",
         f"cheap mlp {REPLAYED}",
@@ -178,11 +180,11 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
         ],
     ),
     "in_place": (
-        "cheap",  # (and selective, before torch 2.15)
+        "cheap",  # (before torch 2.15 also selective)
         "cheap",
         [(ACTIVATION, "F.relu(wide, inplace=True)")],
     ),
-    # Changes outside of a block.
+    # Changes outside of the blocks.
     "z_loss": (
         f"{FINER} full",
         f"{FINER} full",
@@ -200,7 +202,7 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
         f"{FINER} full/2 full/2+nested full+offload full:chunks",
         [("for block in model.blocks]", "for block in [*model.blocks, *model.blocks]]")],
     ),
-    # Tokens that depend on each other outside of attention.
+    # A change that makes tokens depend on each other outside of attention.
     "token_shift": (
         "mlp:chunks full:chunks sdpa:chunks",
         "mlp:chunks full:chunks sdpa:chunks",
@@ -211,7 +213,7 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
 
 @cache
 def changed_model(*names: str) -> ModuleType:
-    """Return model.py with these CHANGES as a module."""
+    """Return a module: model.py with these changes. `names`: keys of CHANGES or REFUSED."""
     source = (ROOT / "model.py").read_text("utf-8")
     for name in names:
         for before, after in CHANGES[name] if name in CHANGES else REFUSED[name][2]:
@@ -223,7 +225,8 @@ def changed_model(*names: str) -> ModuleType:
 
 
 def put_in(*names: str, setattr: Callable[[ModuleType, str, type], None] = setattr) -> None:
-    """Give the changed model to all modules that have imported the model, and to later imports."""
+    """Replace MiniGPT by the changed MiniGPT in all modules that have imported it. Later imports
+    get the changed class, too. `setattr`: a function that replaces an attribute of a module."""
     import model
 
     there, changed = model.MiniGPT, changed_model(*names).MiniGPT

@@ -3,15 +3,22 @@
 FAULTS="kill:0:9" python tests/harness/faults.py train_minimal [flags]
 FAULTS="nan:1:7" torchrun --nproc-per-node=2 tests/harness/faults.py train_ddp [flags]
 
-A fault is kind:rank:step. A kind of STEP_FAULTS strikes before that step. A kind of SAVE_FAULTS
-strikes while the snapshot of that step is saved. Faults strike in the first attempt only, so that a
-run that torchrun starts again can finish. (kind:rank:step:1 strikes in the second attempt.) PAUSE:
-seconds by which each step lasts longer. FLAGS_r: flags of the process of rank r alone. ROOM: bytes
-that `oom` leaves.
+A fault is written kind:rank:step. A kind in STEP_FAULTS acts just before the step. A kind in
+SAVE_FAULTS acts while the snapshot of the step is saved. Such a fault acts only in the first
+attempt of a run, so that the run can finish after torchrun has restarted it. (kind:rank:step:1 acts
+only in the second attempt.)
 
-After each step each process writes a record to RUN.rankR.jsonl next to its snapshot RUN.pt: hashes
-of weights and moments, the loss scale and, with COLLECTIVES, the bytes of collectives. `history`
-reads it. The trainers contain nothing of all this.
+More environment variables:
+
+PAUSE       seconds that are added to each step
+FLAGS_r     flags that only the process of rank r gets
+ROOM        bytes of memory that the fault `oom` leaves free
+COLLECTIVES if set, the bytes of collectives are recorded
+
+After each step each process writes a record to the file RUN.rankR.jsonl, next to the snapshot
+RUN.pt. A record contains hashes of the weights and of the moments, the loss scale, the collectives
+and the number of rescues. `history` reads the file. The trainers themselves have no code for
+faults or records.
 """
 
 import importlib
@@ -54,7 +61,8 @@ WHOLE_RUNS = tempfile.TemporaryDirectory()
 
 
 def faults_at(step: int, kinds: Container[str]) -> list[str]:
-    """Return the kinds of FAULTS that are due now in this process."""
+    """Return the kinds in `kinds` that FAULTS asks for at this step, in this process and in this
+    attempt of the run."""
     now = [RANK, str(step), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")]
     words = [[*word.split(":"), "0"] for word in os.environ.get("FAULTS", "").split()]
     return [kind for kind, *when in words if kind in kinds and when[:3] == now]
@@ -66,12 +74,12 @@ def die() -> None:
 
 # ---- Faults in a step
 
-Act = Callable[[Run], Any]  # it may return a function that undoes it
+Act = Callable[[Run], Any]  # changes a run; may return a function that undoes the change
 
 
 def bad_gradient(value: float) -> Act:
-    """Multiply the gradient of one layer's result by `value`, in this process alone, before
-    gradients are averaged."""
+    """Return a fault that multiplies the gradient of one layer's result by `value`. The
+    fault acts only in this process, before gradients are averaged over all processes."""
 
     def spoil(layer: Any, args: Any, result: torch.Tensor) -> None:
         result.register_hook(lambda gradient: gradient * value)
@@ -83,15 +91,15 @@ def bad_gradient(value: float) -> Act:
 
 
 def infinite_loss(run: Run) -> Any:
-    """Make the loss infinite and leave the gradients finite. A step that checks only gradients
-    would be taken."""
+    """Make the loss infinite, but leave the gradients finite. A trainer that checks only gradients
+    would update the weights."""
     wrapped = run.wrapped
     run.wrapped = lambda *batch: wrapped(*batch) + math.inf  # type: ignore[assignment]
     return lambda: setattr(run, "wrapped", wrapped)
 
 
 class Injected(Exception):
-    """An error that stands for a bug."""
+    """Error that a fault raises. It imitates a bug in the code."""
 
 
 def raising(error: Exception) -> Callable[..., Any]:
@@ -102,8 +110,8 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 
 def no_more_memory(run: Run) -> None:
-    """Let the system give this process ROOM more bytes, by default none: the CPU's allocator really
-    fails."""
+    """Limit the memory of this process to its present size plus ROOM bytes, by default 0. So the
+    CPU's allocator really fails."""
     import resource
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -118,7 +126,7 @@ def send(name: str) -> Act:
 STEP_FAULTS: dict[str, Act] = {
     "nan": bad_gradient(math.nan),
     "overflow": bad_gradient(math.inf),
-    "huge": bad_gradient(1e30),  # each number is finite, the sum of their squares is not
+    "huge": bad_gradient(1e30),  # each gradient is finite, the sum of their squares is infinite
     "infinite-loss": infinite_loss,
     "error": raising(Injected()),
     "evaluation": lambda run: setattr(run.model, "eval", raising(Injected())),
@@ -135,8 +143,12 @@ STEP_FAULTS: dict[str, Act] = {
 
 
 class Collectives(TorchDispatchMode):
-    """Records (name, bytes) of each collective: of its largest tensor, which is gathered or
-    scattered. (On a CPU backward runs in the thread that calls it, and so do DDP's averages.)"""
+    """Dispatch mode that records (name, bytes) of each collective. The bytes are those of its
+    largest tensor, which is the gathered tensor, or the tensor that is scattered.
+
+    (A mode sees the operators of its own thread. On a CPU backward runs in the thread that calls
+    it, so the mode sees the collectives of DDP, too.)
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +156,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local tensor comes here, too
+            return NotImplemented  # DTensor then calls this operator for its local tensor
         if func.namespace == "c10d":
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             self.seen.append((func._opname, max(tensor.nbytes for tensor in tensors)))
@@ -176,7 +188,7 @@ def train_step(run: Run, *others: Act) -> Any:
 
 
 def weights_hash(tensors: Any) -> str:
-    """Return a SHA-256 (hex) of the tensors' bits, in this order."""
+    """Return the SHA-256 (hex) of the bytes of all tensors in the nested structure `tensors`."""
     digest = sha256()
     for tensor in tree_leaves(tensors):
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -184,14 +196,15 @@ def weights_hash(tensors: Any) -> str:
 
 
 def history(path: Path, rank: int = 0) -> dict[int, dict[str, Any]]:
-    """Return step -> the record that was written after it."""
+    """Return the records of the run with snapshot `path`: step -> record after this step."""
     lines = snapshot.sibling_path(path, f".rank{rank}.jsonl").read_text().splitlines()
     return {record["step"]: record for record in map(json.loads, lines)}
 
 
 def broken(path: Path, faults: str | dict[int, Act], *flags: str, **options: Any) -> int | None:
-    """Run a trainer in this process with `faults` (as in FAULTS, or step -> a function to call
-    before it); return its exit code, None if an Injected error ended it."""
+    """Run train_minimal.py in this process with `faults`. Return the exit code, or None if an
+    Injected error ended the run. `faults`: a string as in FAULTS, or a dict step -> function that
+    is called before the step."""
     step, named = train_step, {"FAULTS": faults}
     if isinstance(faults, dict):
         step = lambda run: train_step(run, *filter(None, [faults.get(run.step)]))  # noqa: E731
@@ -204,7 +217,8 @@ def broken(path: Path, faults: str | dict[int, Act], *flags: str, **options: Any
 
 @cache
 def undisturbed(*flags: str, base: tuple[str, ...] = tuple(TINY)) -> Path:
-    """Return the snapshot of a run without faults. The run's other files are next to it."""
+    """Run train_minimal.py without faults, and return the path of the snapshot. The other files of
+    the run are in the same folder. Calls with the same arguments share one run."""
     path = Path(tempfile.mkdtemp(dir=WHOLE_RUNS.name), "run.pt")
     assert broken(path, "", *flags, base=list(base)) == 0
     return path
@@ -213,13 +227,15 @@ def undisturbed(*flags: str, base: tuple[str, ...] = tuple(TINY)) -> Path:
 def broken_together(
     path: Path, faults: str, *flags: str, script: str = "train_ddp", **options: Any
 ) -> CompletedProcess:
-    """Run a trainer with `faults` in two processes: see `torchrun` of runs.py."""
+    """Run a trainer with `faults` in two processes. `options`: arguments of `torchrun` in
+    runs.py."""
     return torchrun(path, *flags, script=f"{FAULTS} {script}", FAULTS=faults, **options)
 
 
 @cache
 def undisturbed_together(*flags: str, script: str = "train_ddp") -> Path:
-    """Return the snapshot of a run without faults in two processes."""
+    """Run a trainer in two processes without faults, and return the path of the snapshot. Calls
+    with the same arguments share one run."""
     path = Path(tempfile.mkdtemp(dir=WHOLE_RUNS.name), "run.pt")
     broken_together(path, "", *flags, script=script)
     return path
@@ -234,7 +250,7 @@ def save_half(state: Any, file: BinaryIO) -> None:
     die()
 
 
-# A save ends with these calls; the process dies before one of them.
+# The last calls of a save, in this order. A fault kills the process just before one of these calls.
 CALLS = ("fsync of the file", "rename to .prev.pt", "rename", "fsync of the folder")
 SAVE_FAULTS = ("half-written", *(call.replace(" ", "-") for call in CALLS))
 

@@ -1,4 +1,4 @@
-"""Write a folder as transformers does, without transformers."""
+"""Write a small GPT-2 to a folder, in the format of transformers, but without transformers."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,8 @@ Tensors = dict[str, np.ndarray]
 
 
 def gpt2_tensors() -> Tensors:
-    """Return random weights under the names of the model on the hub, which have no prefix."""
+    """Return random weights. They have the names of GPT-2's weights on the Hugging Face hub, which
+    do not begin with "transformer."."""
     random, model = np.random.default_rng(0), MiniGPT(MiniGPTConfig(257, 32, 2, 2, 16, 64))
     return {
         name: random.normal(0, 0.2, weight.shape).astype(np.float32)
@@ -29,7 +30,8 @@ def gpt2_tensors() -> Tensors:
 
 
 def write_folder(folder: Path, tensors: Tensors | None = None, files: dict | None = None) -> Path:
-    """Write the folder. `files`: name -> other content, as bytes or as JSON; None: no such file."""
+    """Write the model to `folder`, and return `folder`. `files`: file name -> content in place of
+    the usual content: bytes, or a value that is written as JSON, or None to leave out the file."""
     weights = save(gpt2_tensors() if tensors is None else tensors)
     whole = {"config.json": CONFIG, "tokenizer.json": TOKENIZER, "model.safetensors": weights}
     folder.mkdir()

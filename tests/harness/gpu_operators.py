@@ -1,14 +1,15 @@
-"""Draw random numbers on a CPU as another device does.
+"""Make a CPU draw the random numbers of dropout as a CUDA or an MPS device does.
 
-On a CPU dropout consists of small operators, and attention with dropout of a dozen, `bernoulli_`
-among them. So a function that replays a block sees each of them draw. On CUDA each is one operator.
-A replay that reuses attention's result draws nothing there, so every later mask would differ.
-`cuda` gives the CPU these CUDA operators, with their own autograd.
+On a CPU dropout runs as several small operators. Attention with dropout runs as about a dozen small
+operators. One of these operators, `bernoulli_`, draws the mask, so a replay of a block draws the
+mask again. On CUDA dropout is one operator, and attention is one operator, too. A replay that
+reuses the result of attention does not run this operator, and draws nothing for it. Then every
+later mask would differ. `cuda` lets a CPU run these two CUDA operators, with their own backward.
 
-On MPS the operators are those of a CPU, but the numbers come from another generator, which torch's
-checkpoint does not know: `mps`.
+On MPS the operators are the same as on a CPU. But the random numbers come from another generator,
+whose state torch's checkpoint does not save. `mps` makes the CPU use such a generator.
 
-Both yield the generator that draws.
+Both context managers yield the generator that draws the masks.
 """
 
 import math
@@ -31,7 +32,7 @@ def drop(x: Tensor, p: float, generator: Generator) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, *how: Any) -> Tensor:
-    """Compute attention in float32. `how`: arguments of `drop`."""
+    """Compute attention in float32. `how`: the arguments `p` and `generator` of `drop`."""
     scores = q.float() @ k.float().mT / math.sqrt(q.size(-1))
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -math.inf)
@@ -43,10 +44,10 @@ def lay_out(x: Tensor, like: Tensor) -> Tensor:
     return x.to(like.dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@torch.autocast("cpu", enabled=False)  # autocast does not act inside a kernel
+@torch.autocast("cpu", enabled=False)  # inside of a kernel there is no autocast
 def attention(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    """Compute attention. It draws one number, a seed from which its backward makes the masks
-    again."""
+    """Compute attention as the fused operator of CUDA does. The operator draws one number, a seed.
+    The operator's backward makes the same mask again from this seed."""
     seed, nothing = (torch.zeros((), dtype=torch.int64) for _ in range(2))
     if dropout_p > 0:
         seed.random_()
@@ -70,7 +71,8 @@ def fused_attention(q, k, v, dropout_p=0.0, is_causal=False) -> Tensor:
 
 
 def fused_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False):
-    """Compute dropout as `F.dropout` does on CUDA: one operator for 0 < p < 1, for other p none."""
+    """Compute dropout as `F.dropout` does on CUDA: with one operator if 0 < p < 1. For another p,
+    return x without running an operator."""
     return aten.native_dropout(x, p, True)[0] if training and 0 < p < 1 else x
 
 

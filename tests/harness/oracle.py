@@ -1,9 +1,8 @@
-"""The expected results of a step, written again without a line of the project: plain, slow, by
-formulas.
+"""Compute the expected results of a training step, slowly and independently of the project's code.
 
-A GPT-2 on plain autograd, AdamW by hand, a sampler on Python lists. Nothing of the project is
-imported, and nothing of torch.nn: embedding is indexing; LayerNorm, GELU and cross-entropy are the
-formulas of the papers.
+This file has a GPT-2 with plain autograd, AdamW, and a sampler of batches with Python lists. It
+imports nothing of the project and nothing of torch.nn. An embedding is written as tensor indexing.
+LayerNorm, GELU and cross-entropy are the formulas of the papers.
 """
 
 import math
@@ -33,8 +32,9 @@ def gpt_logits(
     drop: Callable[[Tensor], Tensor] = lambda x: x,
     drop_scores: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:
-    """Return logits (B, T, V) of ids (B, T), with weights named as in a snapshot. `drop` and
-    `drop_scores` act where GPT-2 has dropout."""
+    """Return the logits (B, T, V) of ids (B, T). `w`: weights, with their names in a snapshot.
+    `drop`: dropout of the embeddings and of both halves of a block. `drop_scores`: dropout of the
+    attention weights (B, T, T) of a head."""
     T = ids.size(1)
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
     x = drop(w["token_embedding.weight"][ids] + w["position_embedding.weight"][:T])
@@ -54,7 +54,7 @@ def gpt_logits(
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss in nats over the labels that are not -100."""
+    """Return the mean cross-entropy in nats over the labels that are not -100."""
     counts = labels >= 0
     right = logits[counts].gather(-1, labels[counts][:, None])[:, 0]
     return (logits[counts].logsumexp(-1) - right).mean()
@@ -63,7 +63,7 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def loss_and_gradients(
     weights: Weights, batches: list[tuple[Tensor, Tensor]], n_layers: int, n_heads: int
 ) -> tuple[list[float], Weights]:
-    """Return the losses of the micro-batches, and the gradients of their mean."""
+    """Return the losses of the micro-batches, and the gradients of the mean of these losses."""
     w = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
     losses = [mean_loss(gpt_logits(w, ids, n_layers, n_heads), labels) for ids, labels in batches]
     (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
@@ -71,8 +71,8 @@ def loss_and_gradients(
 
 
 class AdamW:
-    """AdamW by Loshchilov and Hutter (2019), algorithm 2. Before, the norm of all gradients is
-    clipped to `limit`."""
+    """AdamW of Loshchilov and Hutter (2019), algorithm 2, with clipping: before an update, the norm
+    of all gradients is limited to `limit`. `decay`: weight decay of the matrices."""
 
     def __init__(self, weights: Weights, decay: float, limit: float):
         self.decay, self.limit, self.t = decay, limit, 0
@@ -80,7 +80,7 @@ class AdamW:
         self.v = {name: torch.zeros_like(weight) for name, weight in weights.items()}
 
     def step(self, weights: Weights, gradients: Weights, lr: float) -> float:
-        """Change `weights`; return the norm of the gradients before clipping."""
+        """Update the dict `weights`. Return the norm of all gradients before clipping."""
         self.t += 1
         norm = math.sqrt(sum((g * g).sum().item() for g in gradients.values()))
         for name, weight in weights.items():
@@ -94,8 +94,8 @@ class AdamW:
 
 
 def windows(files: list[list[int]], T: int) -> list[list[int]]:
-    """Return windows of T + 1 tokens, side by side: the last token of one is the first of the
-    next."""
+    """Return the windows of T + 1 tokens of all files. In a file the last token of a window is the
+    first token of the next window."""
     found = []
     for tokens in files:
         for start in range(0, len(tokens) - T, T):
@@ -106,8 +106,8 @@ def windows(files: list[list[int]], T: int) -> list[list[int]]:
 def training_batch(
     all_windows: list[list[int]], B: int, seed: int, number: int
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels (B, T) of micro-batch `number`. Each epoch has an order of its
-    own."""
+    """Return the inputs and the labels, both (B, T), of micro-batch `number`. Each epoch has its
+    own random order of the windows."""
     n, rows = len(all_windows), []
     for sample in range(number * B, (number + 1) * B):
         order = np.random.default_rng([seed, sample // n]).permutation(n)

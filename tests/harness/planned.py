@@ -1,4 +1,4 @@
-"""Planners of the models in cases/shapes.py, and the peak of a real step of these models."""
+"""Make planners for the models in cases/shapes.py, and measure the peak memory of real steps."""
 
 from contextlib import nullcontext
 from copy import copy
@@ -16,16 +16,19 @@ from trainer import optimizer, plan
 from trainer.clocks import LiveStorages
 from trainer.process import OneProcess
 
-# With these shapes both FLOPs and bytes matter to this card.
+# A small GPU. The predicted times of our models' steps on it depend on both FLOPs and bytes.
 CARD = Card("small", 2**40, (1e12,) * 3, 1e11, launch_s=0)
 MAKE_PLANNER = plan.make_planner
 MADE: dict[tuple, Planner] = {}
-MOST = 50  # planners that are kept, each with its simulated steps
+MOST = 50  # number of planners in MADE, each with its simulated steps
 
 
 def shared(key: tuple, make: Any) -> Planner:
-    """Return the planner that an earlier test made by this key, unless this test has changed what a
-    simulation does or counts."""
+    """Return the planner that an earlier test made for the same key. If there is none, call `make`.
+
+    The key in MADE also contains the functions and constants that determine a simulation. So a test
+    that has replaced one of these functions or constants gets a new planner.
+    """
     changed = (
         Planner.__init__,
         Planner.run_fake_step,
@@ -51,13 +54,13 @@ def shared(key: tuple, make: Any) -> Planner:
 
 
 def make_once(args, config, device, precision, *way) -> Planner:
-    """Replace trainer.plan.make_planner: requests that differ only in recompute or batch size share
-    a planner."""
+    """Make a planner, in place of trainer.plan.make_planner. Requests that differ only in the
+    recompute policy or in the batch size share the simulated steps of one planner."""
     plain = MiniGPTConfig(**vars(config) | {"recompute": "none"})
     state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1, args.compress_gradients
     key = plain, args.seq_len, device.type, precision, state, way, args.gather_dtype
     planner = copy(shared(key, lambda: MAKE_PLANNER(args, plain, device, precision, *way)))
-    planner.config = config  # (the copy has its own `on_simulate`, and the same steps)
+    planner.config = config  # (the copy shares the steps, but not `on_simulate`)
     return planner
 
 
@@ -84,8 +87,11 @@ def measured_peak(
     by_ours: bool = False,
     ddp: bool = False,
 ) -> int:
-    """Return the peak of a real step in bytes: by torch's tracker, or by ours, which also counts
-    the rounded CPU memory of offload, and DDP's buckets."""
+    """Run real steps, and return the peak memory of a step in bytes.
+
+    torch's MemTracker measures the peak or, with `by_ours`, our LiveStorages. LiveStorages also
+    counts the CPU memory of offload, whose sizes are rounded up, and the buckets of DDP.
+    """
     from torch.distributed._tools.mem_tracker import MemTracker
 
     dtype, tracker, storages = PRECISIONS[precision], MemTracker(), LiveStorages()
@@ -102,14 +108,14 @@ def measured_peak(
             del loss, ids, labels
         OneProcess(torch.device("cpu")).clip_gradients(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=not ddp)  # as train_step does
+        optimizer.zero_grad(set_to_none=not ddp)  # as train_minimal.train_step does
 
     with storages if by_ours else nullcontext():
         wrapped = model = MiniGPT(config).train()
         optimizer = make_optimizer(model)
         if ddp:
             wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-            step()  # (DDP sorts its buckets anew in the second step)
+            step()  # (DDP makes its final buckets in the second step)
         if by_ours:
             step()
             storages.peak = storages.now

@@ -1,4 +1,4 @@
-"""Recorded steps of a small model, one of each kind, for tests of everything that shows them."""
+"""Record one step of each kind with a small model, for tests of the code that shows records."""
 
 from dataclasses import replace
 from functools import cache
@@ -38,5 +38,6 @@ def record(way: str = "none", setting: str = "cuda", **more) -> StepRecord:
 
 @cache
 def record_once(way: str, setting: str, small: int, **more) -> StepRecord:
-    """Return a record. `small`: MIN_OFFLOAD_BYTES, which everything_travels changes."""
+    """Return the record of a step. `small`: the present value of MIN_OFFLOAD_BYTES, which the
+    fixture `everything_travels` changes. It is only a part of the cache's key."""
     return plan(setting, **more).record(B, **WAYS[way])

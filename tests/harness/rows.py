@@ -1,5 +1,6 @@
-"""The table of docs/reliability.md. A row is an event in a run, the wanted outcome, and the tests
-that check it. tests/conftest.py prints the table after `python -m pytest -m reliability`."""
+"""Make the table of docs/reliability.md with the results of tests. A row has an event in a run, the
+wanted outcome, and the result of the tests that check this outcome. tests/conftest.py prints the
+table after `python -m pytest -m reliability`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-Row = tuple[str, str]  # what happens, what is wanted
+Row = tuple[str, str]  # (what happens in a run, which outcome is wanted)
 
 PAGE = (Path(__file__).parents[2] / "docs/reliability.md").read_text("utf-8")
 TABLE = PAGE.split("| what happens | what is wanted |\n|---|---|\n")[1].split("\n\n")[0]
@@ -15,17 +16,20 @@ ROWS = [tuple(line.strip("| ").split(" | ")) for line in TABLE.splitlines()]
 
 
 def row(begin: str) -> pytest.MarkDecorator:
-    """Return a mark: the test or case belongs to the row that begins with `begin`."""
+    """Return a pytest mark for a test or a case of a test. The mark says that the test belongs to
+    the row that begins with `begin`."""
     (found,) = (row for row in ROWS if row[0].startswith(begin))
     return pytest.mark.reliability(*found)
 
 
 def table(reports: Iterable[Any]) -> list[str]:
-    """Return the Markdown table. A row is held if it has cases and all of them have passed. (A
-    test's report has its rows among its properties: see tests/conftest.py.)"""
+    """Return the lines of the Markdown table. A row is "held" if it has cases and all its cases
+    have passed. (`user_properties` of a test's report has the test's rows: see tests/conftest.py.)
+    """
     cases: dict[Row, list[bool]] = {row: [] for row in ROWS}
     for report in reports:
-        for name, found in getattr(report, "user_properties", ()):  # (none if it was not selected)
+        # (Reports of warnings have no `user_properties`.)
+        for name, found in getattr(report, "user_properties", ()):
             if name == "row" and (report.when == "call" or report.failed):
                 cases[tuple(found)].append(report.passed)
     lines = ["| what happens | what is wanted | |", "|---|---|---|"]

@@ -1,5 +1,5 @@
-"""Run the trainers as a user does: in processes of their own, with a deadline, or in this
-process."""
+"""Run the trainers as a user does, in new processes with a deadline, or in the process of the
+test."""
 
 import argparse
 import gc
@@ -31,18 +31,19 @@ from trainer.process import OneProcess
 from trainer.run import Run
 
 ROOT = Path(__file__).parents[2]
-# The smallest run that still has everything: two layers, dropout, epochs of 6 steps (12 windows).
+# Flags of the smallest run with two layers, dropout and several epochs. An epoch has 12 windows,
+# which are 6 steps.
 TINY = (
     "--use-toy-data --max-tokens 200 --vocab-size 31 --n-layers 2 --n-heads 2 --d-model 16 "
     "--seq-len 16 --batch-size 2 --dropout 0.1 --num-steps 20 --log-interval 1 --eval-interval 0 "
     "--save-interval 0 --eval-tokens 0 --sample-tokens 0 --device cpu --data-seed 3"
 ).split()
-TINY_MODEL = TINY[TINY.index("--n-layers") :]  # for other data
+TINY_MODEL = TINY[TINY.index("--n-layers") :]  # TINY without the flags that choose the data
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-FAULTS = "tests/harness/faults.py"  # runs a trainer with the faults of FAULTS, and PAUSE
-DEADLINE = 150.0  # seconds, for a run that takes a few on an idle machine
-GRACE = 5  # seconds in which a process may end by itself when another one has failed
+FAULTS = "tests/harness/faults.py"  # runs a trainer with the faults in the variable FAULTS
+DEADLINE = 150.0  # seconds; on an idle machine a run takes only a few seconds
+GRACE = 5  # seconds from SIGTERM to SIGKILL, when another process has failed
 
 
 def run(
@@ -64,8 +65,8 @@ def run(
 
 @cache
 def server() -> multiprocessing.context.ForkServerContext:
-    """Return a server that has imported the trainers and forks. Any other process takes three
-    seconds to import them."""
+    """Return the context of a fork server that has imported the trainers. A process that the server
+    forks need not import them again, which takes three seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "pytest", "harness.runs"])
     with patch.dict(os.environ, PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'tests'}"):
@@ -74,10 +75,11 @@ def server() -> multiprocessing.context.ForkServerContext:
 
 
 def become(words: list[str], folder: str, environment: dict[str, str], *files: str) -> None:
-    """Continue this process as `python` with these words; stdout and stderr go to these files.
+    """Run `python` with the arguments `words` in this process, in `folder` and with `environment`.
+    `files`: the files for stdout and for stderr.
 
-    Imported objects are no garbage. Not searching them saves a quarter of the time that a trainer
-    of a few steps takes.
+    Garbage collection then skips the objects of imported modules. This saves a quarter of the time
+    of a run of a few steps.
     """
     gc.set_threshold(300_000)
     gc.freeze()
@@ -85,7 +87,7 @@ def become(words: list[str], folder: str, environment: dict[str, str], *files: s
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), standard)
     os.environ.clear()
     os.environ.update(environment)
-    # torch read the variable when it was imported, before it was set here.
+    # torch has read OMP_NUM_THREADS already, when it was imported.
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     os.chdir(folder)
     sys.argv = words
@@ -100,13 +102,17 @@ def become(words: list[str], folder: str, environment: dict[str, str], *files: s
 
 
 class Forks:
-    """Programs that start at the same time, each with its additions to the environment. All share
-    stdout and stderr. This is faster than `subprocess`: see `server`."""
+    """Python programs that start at the same time, in processes that `server` forks. So they start
+    faster than with `subprocess`.
+
+    `programs`: for each program the words of its command, and its additional environment variables.
+    All programs write to the same files `out` and `err`.
+    """
 
     def __init__(self, programs: list[tuple[list[str], dict[str, str]]], cwd: Path = ROOT):
         self.command, self.temporary = programs[0][0], tempfile.TemporaryDirectory()
         self.out, self.err = (Path(self.temporary.name, name) for name in ("stdout", "stderr"))
-        for file in (self.out, self.err):  # a test may read them before a program has begun
+        for file in (self.out, self.err):  # a test may read the file before a program has started
             file.touch()
         self.processes = []
         for words, env in programs:
@@ -114,15 +120,16 @@ class Forks:
             self.processes.append(server().Process(target=become, args=how, daemon=True))
         for process in self.processes:
             process.start()
-        self.pids = [process.pid for process in self.processes]  # by rank
+        self.pids = [process.pid for process in self.processes]  # in the order of ranks
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until the log shows this step."""
+        """Wait until the log on stdout shows this step."""
         wait_until(lambda: last_step(self.out.read_text()) >= step, f"step {step}")
 
     def end(self, timeout: float = DEADLINE) -> CompletedProcess:
-        """Wait for all programs; return their output and the exit code of the one that failed
-        first, or 0. After a failure end the others, as torchrun does. Raises TimeoutExpired."""
+        """Wait for all programs. Return their output, with the exit code of the program that failed
+        first, or 0. When a program fails, end the other programs, as torchrun does. Raises
+        TimeoutExpired after `timeout` seconds."""
         end, code = time.monotonic() + timeout, 0
         left = {process.sentinel: process for process in self.processes}
         while left and not code:
@@ -151,7 +158,7 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = DEAD
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether the process runs. A zombie, which only waits for its parent, does not."""
+    """Return whether the process runs. A zombie has ended, though it still has a pid."""
     try:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -159,7 +166,7 @@ def is_alive(pid: int) -> bool:
 
 
 def last_step(log: str) -> int:
-    """Return the last step that has a line in the log; 0: none."""
+    """Return the last step that has a line in the log, or 0 if no step has a line."""
     return max(map(int, re.findall(r"^step +(\d+)/", log, re.M)), default=0)
 
 
@@ -169,7 +176,8 @@ def free_port() -> int:
 
 
 def start_together(words: list[str], processes: int = 2, **env: str) -> Forks:
-    """Start a program in as many processes as torchrun would start, without torchrun."""
+    """Start a program in several processes with the environment variables that torchrun sets, but
+    without torchrun."""
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | env
     env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
@@ -177,23 +185,24 @@ def start_together(words: list[str], processes: int = 2, **env: str) -> Forks:
 
 
 def train(path: Path, *flags: str, script: str = "train_minimal.py", **how) -> CompletedProcess:
-    """Run one trainer in a process of its own: see `torchrun`."""
+    """Run a trainer in one new process. `how`: arguments of `torchrun`."""
     return torchrun(path, *flags, processes=1, script=script, **how)
 
 
 def train_here(path: Path, *flags: str, base: list[str] = TINY) -> int:
-    """Run one trainer in this process, whose random state differs each time."""
+    """Run train_minimal.py in this process, and return its exit code. Draw random numbers first, so
+    that each run begins with another random state."""
     torch.rand(int(torch.randint(1, 100, ())))
     return train_minimal.main([*base, "--checkpoint-path", str(path), *flags])
 
 
 def parse(*flags: str) -> argparse.Namespace:
-    """Parse flags as a trainer does. (A string may be several flags.)"""
+    """Parse flags as a trainer does. (A string may contain several flags.)"""
     return resolve_defaults(build_parser("test", "x.pt").parse_args(" ".join(flags).split()))
 
 
 def ready(folder: Path, *flags: str) -> Run:
-    """Return a run in this process, before its first step."""
+    """Set up a run with TINY and `flags` in this process. Return the run before its first step."""
     args = parse(*TINY, *flags)
     args.checkpoint_path = folder / "run.pt"
     return trainer.setup.set_up(args, OneProcess(torch.device("cpu")))
@@ -207,7 +216,8 @@ def torchrun(
     expect: int = 0,
     **env: str,
 ) -> CompletedProcess:
-    """Run a trainer in as many processes as torchrun would start; check the exit code."""
+    """Run a trainer in `processes` processes, as torchrun would do. Check that the exit code is
+    `expect`. `env`: additional environment variables."""
     words = [*script.split(), *TINY, "--checkpoint-path", str(path), *flags]
     result = start_together(words, processes, **env).end()
     assert result.returncode == expect, result.stdout + result.stderr
@@ -215,19 +225,21 @@ def torchrun(
 
 
 def by_torchrun(path: Path, *flags: str, script: str, launch: str = "") -> list[str]:
-    """Return the command with which torchrun itself starts a trainer in two processes."""
+    """Return the command that starts a trainer in two processes with the real torchrun. `launch`:
+    flags of torchrun."""
     words = [*launch.split(), "--nproc-per-node=2", *script.split(), *TINY]
     return [*TORCHRUN, *words, "--checkpoint-path", str(path), *flags]
 
 
 def errors(result: CompletedProcess) -> list[str]:
-    """Return the error lines that the user sees."""
+    """Return the lines on stderr that begin with "error: "."""
     return [line for line in result.stderr.splitlines() if line.startswith("error: ")]
 
 
 def plan_nothing() -> None:
-    """Turn off memory prediction in this process's runs of trainers: it takes as long as the rest
-    of a run. It stays on for --use-activation-checkpoint auto, and after an out-of-memory error."""
+    """Turn off memory prediction for trainers that run in this process. The prediction would take
+    as long as the rest of a small run. But it stays on for --use-activation-checkpoint auto, and
+    for a run that torchrun has restarted after an out-of-memory error."""
 
     def plan(args, process, config, precision, *given):
         if args.use_activation_checkpoint == "auto" or process.last_out_of_memory():
@@ -247,14 +259,14 @@ def snapshot(path: Path) -> dict:
 
 
 def older_runs(path: Path) -> list[Path]:
-    """Return the snapshots of runs that had the name `path` before, the newest last."""
+    """Return the archived snapshots of earlier runs with the same `path`, the newest last."""
     named = re.compile(re.escape(path.stem) + r"\.20[-\d]+\.pt")
     old = [file for file in path.parent.iterdir() if named.fullmatch(file.name)]
     return sorted(old, key=lambda file: file.stat().st_mtime)
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Return path -> bytes (None for a folder) of everything below `folder`."""
+    """Return everything below `folder`: relative path -> bytes of a file, or None for a folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
@@ -267,7 +279,7 @@ def metrics(path: Path) -> list[dict]:
 
 
 def same(a: object, b: object) -> bool:
-    """Tell whether two nested structures are equal, tensors to the bit."""
+    """Return whether two nested structures are equal. Tensors must be equal to the bit."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict):

@@ -1,10 +1,14 @@
-"""Checks in several processes, for test_torchrun.py, test_shards.py and test_changed_model.py.
+"""Run a check in several processes. These tests use it: test_torchrun.py, test_sequence.py,
+test_shards.py and test_changed_model.py.
 
-steps    a sharded model learns what DDP learns, to the bit
-together train_sp.py's processes learn what one process does; each policy gives the same bits
-changed  with a changed model.py, all multi-process trainers learn what one process does
-memory   process 0 writes the peaks of CASES to a file; memory_together: those of LONG_CASES
-buckets  train_ddp.py's gradients live in DDP's buckets
+steps            train_fsdp.py trains the same weights as train_ddp.py, to the bit
+together         train_sp.py trains the same weights as one process, up to rounding in float64; with
+                 all policies it trains the same weights to the bit
+changed          with a changed model.py, all trainers for several processes train the same weights
+                 as one process
+memory           train_fsdp.py: process 0 writes the measured peaks of CASES to a file
+memory_together  train_sp.py: the same for LONG_CASES
+buckets          train_ddp.py stores its gradients in DDP's buckets, and nowhere else
 """
 
 import gc
@@ -63,8 +67,8 @@ to_empty = MiniGPT.to_empty
 
 
 def no_whole_model(model: MiniGPT, *, device: torch.device) -> None:
-    """Check that memory is allocated after all weights are sharded, and only for this process's
-    rows."""
+    """Allocate the model's memory as MiniGPT.to_empty does. Check that all weights are sharded
+    before, and that the memory is only for the rows of this process."""
     assert all(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
     to_empty(model, device=device)
     for p in model.parameters():
@@ -85,8 +89,8 @@ def train_step(
     n: int,
     dtype: torch.dtype,
 ) -> list[float]:
-    """Do train_minimal.train_step with n micro-batches; return their losses, then the gradients'
-    norm."""
+    """Do a step as train_minimal.train_step does, with n micro-batches. Return n losses and, as the
+    last number, the norm of the gradients before clipping."""
     results = []
     for i in range(n):
         ids, labels = next(batches)
@@ -102,10 +106,10 @@ def train_step(
     return results
 
 
-# ---- steps: three of each variant, with dropout and accumulation, in two trainers' processes
+# ---- steps: three steps of each variant, with dropout and accumulation, by two trainers
 
-# Of 61 rows process 0 gets 31, process 1 gets 30. But every shard is a multiple of 16 elements:
-# torch's own AdamW on a CPU rounds the leftover elements of a tensor differently.
+# Of 61 rows process 0 gets 31, and process 1 gets 30. But each shard has a multiple of 16 elements.
+# With other numbers, torch's AdamW on a CPU would round the last elements of a shard differently.
 SHAPE = MiniGPTConfig(
     vocab_size=61, max_position_embeddings=16, n_layers=3, n_heads=2, d_model=32, d_ff=64,
     dropout=0.1, loss_chunks=4,
@@ -120,7 +124,8 @@ VARIANTS += [
     {"loss_chunks": 1},
     {"recompute": "full:2,sdpa", "mlp_chunks": 2},
     {"recompute": "full/2+nested", "mlp_chunks": 2},
-    # Nothing divides evenly: rows over processes, elements over a CPU's vectors.
+    # Sizes that do not divide evenly: rows by the number of processes, and the elements of a shard
+    # by the length of a CPU's vectors.
     {"d_model": 36, "d_ff": 100, "optimizer": "muon", "moments_dtype": "bfloat16"},
     {"d_model": 36, "d_ff": 100, "optimizer": "adamw", "moments_dtype": "bfloat16"},
     {"d_model": 36, "d_ff": 100, "optimizer": "muon", "moments_dtype": "float32"},
@@ -128,11 +133,14 @@ VARIANTS += [
 
 
 def learn(process: OneProcess, variant: dict, dtype: torch.dtype, in_all: int = 4) -> dict:
-    """Return whole weights and moments after three steps of `in_all` micro-batches of all processes
-    together (on process 0; others have less), the losses and norms of this process, and logits.
+    """Train a small model for three steps, each with `in_all` micro-batches in all processes
+    together.
 
-    Labels that do not count are spread unevenly: if two processes share a sequence, the last one
-    has no others in every second micro-batch.
+    Return a dict. "model", "optimizer": the whole weights and moments, complete only in process 0.
+    "said": the losses and norms of this process. "logits": logits of the trained model.
+
+    Labels that do not count are spread unevenly. If two processes share a sequence, then in every
+    second micro-batch the second process has only labels that do not count.
     """
 
     def draw() -> Iterator[tuple[Tensor, Tensor]]:
@@ -147,13 +155,13 @@ def learn(process: OneProcess, variant: dict, dtype: torch.dtype, in_all: int = 
     model, batches = new_model(process, replace(SHAPE, **shape), exact), draw()
     flags = Namespace(**vars(process.args) | variant)
     optimizer = make_optimizer(model, flags, process.device, dtype)
-    if exact == torch.float64:  # (our optimizers compute in float32)
+    if exact == torch.float64:  # use SGD: the trainers' own optimizers compute in float32
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     wrapper, n = process.wrap(model), in_all // process.replicas
     said = [train_step(process, wrapper, optimizer, batches, n, dtype) for _ in range(3)]
     found = process.full_state_dict(model, optimizer)
     with torch.no_grad(), autocast(dtype):
-        logits = model.eval()(torch.arange(9)[None])  # each process generates by itself
+        logits = model.eval()(torch.arange(9)[None])  # without labels each process works alone
     return {
         "model": found["model"],
         "optimizer": found["optimizer"]["state"],
@@ -171,8 +179,9 @@ def steps(fsdp: FSDPProcess, which: str) -> str:
             expected = learn(ddp, variant, dtype)
             del ddp.wrapper
             gc.collect()
-            # --gather-dtype bfloat16 sends what autocast would round to bfloat16 anyway, so all
-            # bits are equal. (--mlp-chunks would add up in bfloat16, and is refused.)
+            # --gather-dtype bfloat16 rounds only weights that autocast would round anyway. So all
+            # results are equal to the bit. (Together with --mlp-chunks it is an error, because the
+            # gradients of the chunks would be added up in bfloat16.)
             low = dtype == torch.bfloat16 and "mlp_chunks" not in variant
             for gather in ("float32", "bfloat16")[: 1 + low]:
                 fsdp.args.gather_dtype = gather
@@ -183,15 +192,18 @@ def steps(fsdp: FSDPProcess, which: str) -> str:
 
 # ---- together: every process has some tokens of each sequence
 
-UNEVEN = {"n_heads": 5, "d_model": 80}  # 5 heads: 2 or 4 processes get unequal numbers
+UNEVEN = {"n_heads": 5, "d_model": 80}  # 2 or 4 processes get unequal numbers of 5 heads
 POLICIES_TOGETHER = [*RECOMPUTE_POLICIES, "mlp:1,full", "full/3+nested", "full/2+nested"]
 POLICIES_TOGETHER += ["full+offload", "cheap+offload", "full/2+nested+offload", "full", "none"]
 
 
 def check_as_one(sp: SPProcess, policies: list[str], dtype: torch.dtype) -> None:
-    """Check that each policy gives the same bits. In float64 also check that one process computes
-    the same (test_oracle.py checks that against independent code), and that the head at once
-    does."""
+    """Check that all policies give the same bits in train_sp.py.
+
+    In float64 also check that train_sp.py computes the same as one process, up to rounding, both
+    with a head in chunks and with a head that computes all logits at once. (test_oracle.py compares
+    one process with independent code.)
+    """
     exact = dtype == torch.float64
     shape = UNEVEN | {"dropout": 0.0 if exact else 0.1}
     first = learn(sp, shape, dtype, in_all=2)
@@ -243,7 +255,7 @@ class Case(NamedTuple):
     batch_size: int
     dtype: torch.dtype = torch.float32
     micro_batches: int = 1
-    flags: Namespace = settings_of("adamw", "float32")  # of the optimizer
+    flags: Namespace = settings_of("adamw", "float32")  # flags of the optimizer
     seq_len: int = T
     gather: str = "float32"
 
@@ -278,7 +290,7 @@ def long_case(seq_len: int, recompute: str, **changes: int) -> Case:
     return Case(replace(WIDE, **long | changes), 1, torch.bfloat16, seq_len=seq_len)
 
 
-# For train_sp.py, which also shards tokens and heads.
+# Cases for train_sp.py, which also shards tokens and heads.
 LONG_CASES = {
     "once": long_case(512, "full"),
     "twice": long_case(1024, "full"),
@@ -289,12 +301,15 @@ LONG_CASES = {
 
 
 class Storages(LiveStorages):
-    """Live storages, each asked for its size again and again: fully_shard frees the weights'
-    storages and allocates them anew without an operator."""
+    """Count live storages, and read the size of every storage again before and after each operator.
+
+    This is necessary because fully_shard frees and allocates the memory of a weight's storage
+    without an operator.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local tensor comes here, too
+            return NotImplemented  # DTensor then calls this operator for its local tensor
         self.look_at()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -308,7 +323,7 @@ class Storages(LiveStorages):
 
 
 def measure(process: FSDPProcess, case: Case) -> int:
-    """Return the bytes that a process has at the peak of a step."""
+    """Return the peak memory of this process in a step, in bytes."""
 
     def draw() -> Iterator[tuple[Tensor, Tensor]]:
         while True:
@@ -327,7 +342,7 @@ def measure(process: FSDPProcess, case: Case) -> int:
     state = [p.detach() for p in model.parameters()], [*optimizer.state.values()]
     there = tree_map_only(DTensor, DTensor.to_local, state)
     peaks = []
-    for _ in range(5):  # a thread of gloo may hold a buffer a moment longer: so take the minimum
+    for _ in range(5):  # a thread of gloo may free a buffer too late: take the minimum
         storages = Storages()
         storages.look_at(there)
         with storages:
@@ -349,14 +364,16 @@ def memory(process: FSDPProcess, path: str, *names: str) -> str:
 
 
 def buckets(words: list[str]) -> int:
-    """Do three steps of two micro-batches. After each micro-batch the gradients must lie in one set
-    of storages. After the one that averages, these are DDP's buckets, so no gradients lie beside
-    them.
+    """Run train_ddp.py for three steps of two micro-batches. Check that no gradient is in memory
+    beside DDP's buckets.
 
-    The first two steps are rehearsed (trainer/run.py), and DDP makes its final buckets in the first
-    forward of the second step.
+    After the micro-batch that averages gradients, all gradients are in DDP's buckets. So the check
+    is that they are in the same storages after every other micro-batch, too. The storages change
+    once: DDP makes its final buckets in the first forward of the second step. The first two steps
+    are rehearsed (see `retry_with_less_memory` in trainer/run.py), so they run twice.
     """
-    seen: list[dict[int, int]] = []  # address -> bytes, before and after each micro-batch
+    # Before and after each micro-batch: address of a storage with gradients -> bytes.
+    seen: list[dict[int, int]] = []
     sync_gradients = DDPProcess.gradient_sync
 
     def look(process: DDPProcess) -> None:
@@ -384,7 +401,7 @@ def main() -> int:
     if what == "buckets":
         return buckets(words)
     offload.MIN_OFFLOAD_BYTES = 1  # offload moves every tensor
-    policies.CHUNK_MULTIPLE = 8  # so 16 tokens are two chunks
+    policies.CHUNK_MULTIPLE = 8  # so a sequence of 16 tokens has two chunks
     torch.set_num_threads(1)
     act, kind = {
         "steps": (steps, FSDPProcess),
@@ -397,7 +414,7 @@ def main() -> int:
     process = kind(resolve_defaults(args))
     process.init_process_group()
     print(act(process, *words) + "\n", end="")
-    dist.barrier()  # no process may leave while another one still gathers
+    dist.barrier()  # no process may end while another process still gathers
     dist.destroy_process_group()
     return 0
 

@@ -17,13 +17,15 @@ from trainer.flags import model_config
 from trainer.run import Run
 
 ERROR = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"
-Place = tuple[int | None, bool]  # (number of the operator, is it after that?); None: nowhere
+# (number of an operator, True: memory runs out after the operator, False: before it). The number
+# None: memory does not run out.
+Place = tuple[int | None, bool]
 
 
 class Shortage(LiveStorages):
-    """Raises `ERROR` before operator number `at`, or after it; None: only counts operators.
+    """Dispatch mode that raises `ERROR` before operator number `at` or, with `after`, after it.
 
-    `counts()` tells whether the next operator counts.
+    `at` None: only count operators. `counts()` returns whether the next operator counts.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class Shortage(LiveStorages):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local tensor comes here, too
+            return NotImplemented  # DTensor then calls this operator for its local tensor
         if not self.counts():
             return func(*args, **(kwargs or {}))
         self.operators += 1
@@ -48,8 +50,8 @@ class Shortage(LiveStorages):
 
 @contextmanager
 def running_out(step: int, *places: Place) -> Iterator[list[Shortage]]:
-    """Make attempt i at this step run out of memory at place i. Yields the modes that do it, one
-    for each attempt."""
+    """Make the first attempts at step number `step` run out of memory: attempt i at places[i].
+    Yield the dispatch modes that do so, one for each of these attempts."""
     accumulate, modes = train_minimal.accumulate, [Shortage(*place) for place in places]
     left = iter(modes)
 
@@ -57,8 +59,9 @@ def running_out(step: int, *places: Place) -> Iterator[list[Shortage]]:
         mode = next(left, None) if run.step == step else None
         if mode is None:
             return accumulate(run, *how, **more)
-        # A failed attempt may leave modes of checkpoints open until its frames are freed. This mode
-        # must end after those: else torch 2.9 believes that one is open, and compiles nothing.
+        # A failed attempt may leave dispatch modes of checkpoints open until its frames are freed.
+        # `mode` must end after these modes. Otherwise torch 2.9 believes that a mode is still open,
+        # and compiles nothing.
         opened.enter_context(mode)
         losses = accumulate(run, *how, **more)
         opened.close()
@@ -68,16 +71,23 @@ def running_out(step: int, *places: Place) -> Iterator[list[Shortage]]:
         yield modes
 
 
-# Where a step of one of several processes runs out of memory. rehearsed: in the rehearsal. data:
-# before its first forward. early: in a forward, or in a backward before the last. last: in the last
-# backward, in which gradients are averaged. buckets: while DDP makes its final buckets, before the
-# second step's first forward. sharded: anywhere, if each attempt needs all processes.
+# The places where one of several processes can run out of memory in a step:
+# rehearsed  in the rehearsal of the step
+# data       before the first forward
+# early      in a forward, or in a backward before the last backward
+# last       in the last backward, in which gradients are averaged
+# buckets    before the first forward of the second step, while DDP makes its final buckets
+# sharded    at operator 60 of a trainer with shards, where every attempt needs all processes
 PLACES = ("rehearsed", "data", "early", "last", "buckets", "sharded")
 
 
 def strike(place: str, run: Run) -> Callable[[], None]:
-    """Make this step run out of memory at `place`, once, at a random operator. For the first three
-    places the step begins with the policy of the flags, so it can be rescued again and again."""
+    """Make the next step run out of memory once at `place`, mostly at a random operator. Return a
+    function that undoes the change.
+
+    For the places rehearsed, data and early the step begins with the policy of the flags, whatever
+    policy an earlier rescue has chosen. So each step can be rescued again.
+    """
     draw, left = random.Random(f"{place} {run.process.rank} {run.step}"), [place]
     real, begin, after = train_minimal.accumulate, run.clock.begin_phase, draw.random() < 0.5
     if place in ("rehearsed", "data", "early"):
@@ -105,10 +115,11 @@ def strike(place: str, run: Run) -> Callable[[], None]:
             for hook in hooks:
                 hook.remove()
 
-    # Of buckets: DDP agrees on buckets, allocates them, copies the gradients that exist.
+    # At "buckets", operators 6 to 60 are those in which DDP's processes agree on the buckets,
+    # allocate the buckets, and copy existing gradients.
     at = {"data": 2, "buckets": draw.randint(6, 60), "sharded": 60}.get(place)
     if at is None:
-        for _ in range(2):  # (twice: the first time may also make buckets)
+        for _ in range(2):  # (count the second attempt: the first may make buckets)
             _, operators = attempt(None, average=False)
         at = draw.randint(1, operators)
         run.process.discard_gradients(run.optimizer)
@@ -124,8 +135,8 @@ def strike(place: str, run: Run) -> Callable[[], None]:
 
 
 def operators_of_each(run: Run, steps: int) -> list[int]:
-    """Do the first steps of a run; return the number of operators in forward and backward of
-    each."""
+    """Do the first `steps` steps of a run. Return for each step the number of operators in its
+    forward and backward."""
     counts = []
     for run.step in range(1, steps + 1):
         with running_out(run.step, (None, False)) as (counted,):
@@ -135,9 +146,12 @@ def operators_of_each(run: Run, steps: int) -> list[int]:
 
 
 def repeated(run: Run) -> Callable[[list[Place]], list[torch.Tensor]]:
-    """Return a function that does the next step of the run, from the same state each time, with
-    some attempts that fail. It returns all tensors at the end of the step; none if no policy needs
-    less."""
+    """Return a function that does the next step of the run. It does this step in every call, each
+    time from the same state.
+
+    The function's argument lists the places where attempts run out of memory. The function returns
+    all tensors of the run after the step, or [] if no policy needs less memory.
+    """
     run.step += 1
     config, parts = run.model.config, (run.model, run.optimizer, run.scaler)
     before = [deepcopy(part.state_dict()) for part in parts]
