@@ -1,7 +1,8 @@
 """The commands for users; `python -m scripts` lists them.
 
-Python runs this file before each command, even before `import torch`, which takes seconds. So it
-handles what a user may do at any time: press Ctrl-C, or read the first lines only (`| head`).
+Python runs this file before each command, and before `import torch`, which takes seconds. So this
+file handles what a user may do at any time: press Ctrl-C, or read only the first lines of the
+output (`| head`).
 """
 
 import atexit
@@ -18,14 +19,14 @@ from pathlib import Path
 from trainer.bootstrap import STARTED, say_stopped
 
 LISTING = """\
-NAME stands for python -m scripts.NAME (or python scripts/NAME.py), NAME.py for python NAME.py.
-Each has its --help; and wherever a run is planned, the trainers' own flags mean the same.
+Type python -m scripts.NAME (or python scripts/NAME.py) for NAME, and python NAME.py for NAME.py.
+Each command has --help. Commands that plan a run take the trainers' flags, with the same meaning.
 
 what you type                             the question that it answers                takes
 
 before a run
-plan_memory --model gpt2 --card RTX-4090  does it fit there, and how long is a step?  seconds
-plan_memory --card L4 --all-knobs         which knobs give the fastest step?          seconds
+plan_memory --model gpt2 --card RTX-4090  does a run fit? how long does a step take?  seconds
+plan_memory --card L4 --all-knobs         which settings give the fastest step?       seconds
 plan_memory --card L4 --longest-sequence  how long may a sequence be?                 a minute
 plan_memory --at-peak                     what is alive at the peak, by name?         seconds
 memory_page                               what is alive when, and why? (a page)       seconds
@@ -33,33 +34,36 @@ memory_timeline                           where does a step's memory go? (a pict
 benchmark                                 what does each policy cost on my machine?   minutes
 
 training
-train_minimal.py --train-data book.txt    how do I train on my own text?              minutes on
-train_minimal.py --init-from gpt2         how do I start from GPT-2's weights?        minutes on
+train_minimal.py --train-data book.txt    how do I train on my own text?              minutes+
+train_minimal.py --init-from gpt2         how do I start from GPT-2's weights?        minutes+
 train_minimal.py --profile 4              where does the time of a step go?           a minute
-train_minimal.py --resume                 how does a run go on? (other devices, too)  seconds
+train_minimal.py --resume                 how do I resume? (also on other devices)    seconds
 scripts/gpt2_small.sh                     how do I train GPT-2 small on one GPU?      days
-scripts/gpt2_small_ddp.sh                 and on all GPUs of a machine?               days
+scripts/gpt2_small_ddp.sh                 how do I train it on several GPUs?          days
 
 after a run
 generate --prompt "def "                  what does a trained model write?            seconds
-evaluate --val-data book.txt              how good is it?                             minutes
+evaluate --val-data book.txt              how good is a trained model?                minutes
 plot_metrics FILE                         how did the training go? (a picture)        seconds
-export_hf --out FOLDER                    how do I use it with transformers?          seconds
+export_hf --out FOLDER                    how do I use a model with transformers?     seconds
 
 to learn
-lesson                                    have I understood it? (twelve exercises)    half an hour
+lesson                                    what have I understood? (twelve exercises)  half an hour
 kept_tensors                              what does one block keep for backward?      seconds
 checkpoint_from_scratch                   how does an activation checkpoint work?     seconds
 """
 
 
 def cli_main(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
-    """Turn a function of command-line words into a command's `main`, which returns the exit code.
-    `main` turns a mistake of the user, a full disk, Ctrl-C and a closed pipe into one line."""
+    """Turn `do`, which takes the command-line words, into `main`, which returns the exit code.
+
+    `main` prints one line, without a traceback, for a mistake of the user, a full disk, memory that
+    runs out, or Ctrl-C. If the reader of a pipe is gone, `main` prints nothing.
+    """
 
     @wraps(do)
     def main(argv: list[str] | None = None) -> int:
-        from data import DataError  # (late: it imports torch, which takes seconds)
+        from data import DataError  # (imported late: data imports torch, which takes seconds)
         from trainer.flags import UsageError, print_error
         from trainer.plan import PredictedOutOfMemory
         from trainer.snapshot import SaveError, SnapshotError
@@ -69,15 +73,15 @@ def cli_main(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
         except (UsageError, DataError, SnapshotError, SaveError, PredictedOutOfMemory) as error:
             print_error(error)
             return {SaveError: 3, PredictedOutOfMemory: 4}.get(type(error), 2)
-        except BrokenPipeError:  # `| head`
-            return 141  # 128 + SIGPIPE, as shells count
+        except BrokenPipeError:  # the reader of a pipe is gone, as with `| head`
+            return 141  # 128 + SIGPIPE, as a shell reports it
         except OSError as error:
             # (If the disk is full during a write, the error names no file.)
             if error.filename is None and error.errno != errno.ENOSPC:
                 raise
             print_error(f"{error.filename or 'cannot write'}: {error.strerror}")
             return 2
-        except SystemExit as ended:  # by argparse, or by a study's run that has printed the reason
+        except SystemExit as ended:  # raised by argparse after --help or an error
             return int(ended.code or 0)
         except KeyboardInterrupt:
             say_stopped()
@@ -88,7 +92,7 @@ def cli_main(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
 
 @contextmanager
 def out_of_memory_as(hint: str) -> Iterator[None]:
-    """Turn an out-of-memory error into one line, "out of memory" and `hint`, and exit code 4."""
+    """Turn an out-of-memory error into one line, "out of memory" + `hint`, and exit code 4."""
     from trainer.plan import PredictedOutOfMemory
     from trainer.run import is_out_of_memory
 
@@ -101,9 +105,9 @@ def out_of_memory_as(hint: str) -> Iterator[None]:
 
 
 def add_snapshot(parser: ArgumentParser, help_text: str) -> None:
-    """Add the snapshot that a command reads: FILE, or --checkpoint-path FILE."""
+    """Add the argument for the snapshot that a command reads: FILE or --checkpoint-path FILE."""
     add, path = parser.add_argument, Path("checkpoints/minigpt_single.pt")
-    # Without FILE, argparse passes SUPPRESS itself to `type`.
+    # If FILE is missing, argparse passes the default, SUPPRESS, to `type`.
     add("checkpoint_path", nargs="?", default=SUPPRESS, metavar="FILE",
         type=lambda word: word if word is SUPPRESS else Path(word),
         help=f"{help_text} (default: {path})")  # fmt: skip
@@ -111,9 +115,12 @@ def add_snapshot(parser: ArgumentParser, help_text: str) -> None:
 
 
 def flush() -> None:
-    """Flush stdout at exit: Python itself would complain if the reader of a pipe is gone. Freeze
-    the garbage collector: at exit it would search all of torch's objects for half a second, and the
-    system frees the memory sooner."""
+    """Flush stdout at exit, and freeze the garbage collector.
+
+    If the reader of a pipe is gone, Python's own flush would print an error. Without the freeze,
+    the garbage collector would search all of torch's objects for half a second. The operating
+    system frees that memory faster.
+    """
     gc.freeze()
     try:
         sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""`python -m scripts`: list all commands, the question that each answers, and its duration."""
+"""`python -m scripts`: list all commands, with the question that each answers and its duration."""
 
 import sys
 
-if not __package__:  # python scripts: the others lie one folder up
+if not __package__:  # python scripts: the packages are one folder up
     sys.path[0] += "/.."
 
 from scripts import LISTING

@@ -3,22 +3,23 @@
 Every policy on GPT-2 small:
     python -m scripts.benchmark --model gpt2 --batch-size 2
 
-It takes minutes, on an idle machine. Ctrl-C ends it early and prints what has been measured.
+The command takes minutes, and the machine should be idle. Ctrl-C ends the command early; it then
+prints the results so far.
 
-Each policy runs in a process of its own, which does the trainer's own steps (train_step) on random
-tokens. The table shows the median time of the steps; on a GPU their mean, because Python waits for
-a GPU only once, after the last step. Peak memory is the memory of tensors: on a GPU PyTorch's
-caching allocator counts it, on a CPU torch.profiler records the allocator.
+Each policy runs in a process of its own. The process runs the trainer's step (train_step) on random
+tokens. The table shows the median time of the steps. On a GPU it shows their mean, because Python
+waits for a GPU only once, after the last step. Peak memory is the memory of tensors. On a GPU,
+PyTorch's caching allocator counts it; on a CPU, torch.profiler records each allocation.
 
-Next to each time the table shows the planner's prediction (planner/roofline.py). It is based on the
-data sheet of a GPU that planner.CARDS knows. Any other device is measured for three seconds before
-the first run.
+Next to each time the table shows the planner's prediction (planner/roofline.py). For a CUDA GPU in
+planner.CARDS the prediction uses the figures of its data sheet. Any other device is measured for
+three seconds before the first run.
 """
 
 import os
 import sys
 
-if not __package__:  # python scripts/benchmark.py: the others lie one folder up
+if not __package__:  # python scripts/benchmark.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
@@ -69,12 +70,13 @@ from trainer.report import describe_model
 from trainer.run import Run
 
 Row = dict[str, Any]
-ModelFactory = Callable[[MiniGPTConfig], nn.Module]  # makes a model: (ids, labels) -> loss
-WARM_UP = 2  # steps: the first one compiles and makes AdamW's state; the second one has it
-# The trainers' flags that this tool does not take, and why.
+ModelFactory = Callable[[MiniGPTConfig], nn.Module]  # the model maps (ids, labels) -> loss
+# Steps. The first step compiles the model and makes AdamW's state; the second step uses both.
+WARM_UP = 2
+# Trainers' flag that this tool refuses -> the reason
 REFUSED = {
-    "use_activation_checkpoint": "here --policies names what is measured",
-    "card": "the device that is here is measured: leave it out",
+    "use_activation_checkpoint": "--policies names the policies to measure",
+    "card": "this machine's own device is measured; leave --card out",
     "memory_budget": "plan_memory names the largest batch that fits; --batch-size measures it",
 }
 
@@ -82,8 +84,8 @@ REFUSED = {
 def build_parser() -> argparse.ArgumentParser:
     parser = trainers_parser("python -m scripts.benchmark", "unused")
     parser.description = (
-        "Measure what each recompute policy costs and saves. Takes the trainers' flags; those of "
-        "running have no effect, those of data only set the size of the vocabulary."
+        "Measure what each recompute policy costs and saves. Takes the trainers' flags. The group "
+        "'running' has no effect; the group 'data' only sets the size of the vocabulary."
     )
     add = parser.add_argument_group("benchmark").add_argument
     # fmt: off
@@ -98,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Find mistakes before anything is measured, and fill in defaults. Raises UsageError or
+    """Check the flags before anything is measured, and fill in defaults. Raises UsageError or
     DataError."""
     for name in sorted(args.typed & REFUSED.keys()):
         raise UsageError(f"{flag(name)}: {REFUSED[name]}")
@@ -114,8 +116,8 @@ def with_policy(args: argparse.Namespace, policy: str) -> argparse.Namespace:
 
 
 def ask(args: argparse.Namespace) -> PlanRequest:
-    """Make the planner's request for this machine's device. A device without a data sheet is
-    measured."""
+    """Return the plan request for this machine's device. A device without a data sheet is measured
+    now, for some seconds."""
     device = choose_device(args.device)
     set_matmul_precision(device, args.tf32)
     card = choose_card(args, device) or choose_card(with_flags(args, card=THIS_MACHINE), device)
@@ -127,14 +129,14 @@ def ask(args: argparse.Namespace) -> PlanRequest:
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Random batches for train_step, equal in all runs: train_step seeds torch before it takes
-    one."""
+    """Random batches for train_step. They are equal in all runs, because train_step seeds torch
+    before it reads a batch."""
 
     args: argparse.Namespace
     device: torch.device
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return random inputs and labels (B, T), int64."""
+        """Return random inputs and labels, each (B, T) int64."""
         shape = self.args.batch_size, self.args.seq_len + 1
         rows = torch.randint(self.args.vocab_size, shape, device=self.device)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -143,7 +145,7 @@ class RandomTokens:
 def make_run(
     args: argparse.Namespace, device: torch.device, make_model: ModelFactory = MiniGPT
 ) -> Run:
-    """Make the run that train_step needs, without data or files."""
+    """Return the run that train_step needs; it has neither data files nor a snapshot."""
     config, precision = model_config(args, args.vocab_size), choose_precision(args, device)
     set_matmul_precision(device, args.tf32)
     torch.manual_seed(args.seed)
@@ -159,27 +161,27 @@ def make_run(
 
 
 def timed_step(run: Run, n: int = 1) -> float:
-    """Return the seconds of a step: the mean of the next `n` steps, with a single wait for the GPU
-    after the last one."""
+    """Run the next `n` steps; return their mean time in seconds. Python waits for a GPU only once,
+    after the last step."""
     start = time.perf_counter()
     for _ in range(n):
         run.step += 1
         train_step(run)
     if run.process.device.type != "cpu":
-        torch.accelerator.synchronize()  # Python runs ahead of the device
+        torch.accelerator.synchronize()  # wait, because Python runs ahead of the device
     return (time.perf_counter() - start) / n
 
 
 def recorded_peak(run: Run) -> int:
-    """Do one more step on a CPU; return its peak in bytes, from the profiler's records of the
-    allocator."""
+    """Run one more step on a CPU; return its peak memory in bytes, from torch.profiler's records of
+    each allocation."""
     existing: list[Tensor] = list(run.model.parameters())
     existing += chain(*(state.values() for state in run.optimizer.state.values()))
-    if isinstance(run.model, MiniGPT):  # the host buffers of +offload
+    if isinstance(run.model, MiniGPT):  # count the CPU buffers of +offload, too
         existing += cast(BlockCalls, run.model.blocks_with_recompute).offload_pool.buffers
     with profile(profile_memory=True) as profiler:
         timed_step(run)
-    result: Any = profiler.profiler  # (the profiler's own tables have only sums)
+    result: Any = profiler.profiler  # (its own tables have only sums)
     changes = [  # bytes; negative when a tensor is freed
         event
         for event in result.kineto_results.events()
@@ -190,8 +192,11 @@ def recorded_peak(run: Run) -> int:
 
 
 def measure(args: argparse.Namespace, make_model: ModelFactory = MiniGPT) -> dict[str, Any]:
-    """Return the seconds of each timed step (on a GPU one value, their mean), and the peak in bytes
-    (None if the device does not count it)."""
+    """Run and time the steps; return their seconds and the peak memory.
+
+    `step_s_all`: seconds of each step; on a GPU one value, their mean. `peak_bytes`: the peak in
+    bytes; None if the device does not count it.
+    """
     device = choose_device(args.device)
     run = make_run(args, device, make_model)
     timed_step(run, WARM_UP)
@@ -210,10 +215,11 @@ def measure(args: argparse.Namespace, make_model: ModelFactory = MiniGPT) -> dic
 
 
 def run_worker(argv: list[str], policy: str) -> Row | None:
-    """Return the result of `measure` in a process of its own; None if memory runs out there."""
+    """Run `measure` in a process of its own; return its result. None: that process ran out of
+    memory."""
     command = [sys.executable, __file__, *argv, "--worker", policy]
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode in (4, -9):  # (-9: Linux has killed it for its memory)
+    if done.returncode in (4, -9):  # (-9: Linux killed the process when memory ran out)
         return None
     if done.returncode != 0:
         raise RuntimeError(f"{shlex.join(command)}\n{done.stderr}")
@@ -226,15 +232,16 @@ def run_worker(argv: list[str], policy: str) -> Row | None:
 def make_row(request: PlanRequest, measured: Row) -> Row:
     """Return a row of the JSON file: the result of `measure` for one policy, and the prediction.
 
-    `mfu`, `hfu`: the FLOP/s that a step needs, and the FLOP/s that it does with recompute, as
-    shares of the card's peak (Chowdhery et al., 2022, section 4.1); None for a device without a
-    data sheet.
+    `mfu` (model FLOPs utilization): the FLOP/s of a step without recomputed FLOPs, as a share of
+    the card's peak FLOP/s. `hfu` (hardware FLOPs utilization): the same share, with the recomputed
+    FLOPs. Both follow Chowdhery et al., 2022, section 4.1, and are None for a device without a data
+    sheet.
     """
     args, step = request.args, request.step
     step_s = statistics.median(measured["step_s_all"])
     tokens_per_s = args.batch_size * args.grad_accum_steps * args.seq_len / step_s
     share, card = None, request.card
-    if card and card.name in CARDS:  # (FLOP/s measured on a machine are not a peak)
+    if card and card.name in CARDS:  # (measured FLOP/s of a machine are not its peak)
         share = tokens_per_s / card.flops[PRECISIONS.index(request.precision)]
     needed, replayed = flops_per_token(step.config, args.seq_len, args.compile)
     return {
@@ -258,7 +265,8 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def policy_table(rows: list[Row]) -> str:
-    """Return a Markdown table of the rows. Times are compared with the first row's."""
+    """Return a Markdown table of the rows, with each time also relative to that of the first
+    row."""
     if not rows:
         return "Nothing was measured."
     first = rows[0]

@@ -20,7 +20,7 @@ Part 1 is the checkpoint. Part 2 is the narrator, which prints the events. Part 
 import os
 import sys
 
-if not __package__:  # run as a file: other modules are in the parent folder
+if not __package__:  # python scripts/checkpoint_from_scratch.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 

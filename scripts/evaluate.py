@@ -1,20 +1,21 @@
 """Measure how well a trained model predicts a text: loss, perplexity and bits/byte.
 
-A run on the validation part of its own data, then on another text, in windows that overlap:
+The first command evaluates a run on the validation part of its own data, the second one on another
+text, in windows that overlap:
     python -m scripts.evaluate checkpoints/minigpt_single.pt
     python -m scripts.evaluate --val-data book.txt --stride 16
 
-The text is one row of tokens, and every token but the first counts once. The model sees a window
-of tokens at a time. If windows only touch, the first tokens of each window are predicted from
-almost no context. With a smaller --stride windows overlap, and only the new tokens of each count.
-The model computes in float32, so that other programs find the same number. (--amp-dtype auto
-computes as a trainer does.)
+The text is one sequence of tokens. Every token except the first one is predicted, and counts once.
+The model reads one window of tokens at a time. Without overlap, the first tokens of each window are
+predicted from almost no context. If --stride is smaller than the window, windows overlap, and only
+the new tokens of each window count. The model computes in float32, so that other programs can
+reproduce the loss. (--amp-dtype auto computes in the trainers' precision.)
 """
 
 import os
 import sys
 
-if not __package__:  # python scripts/evaluate.py: the others lie one folder up
+if not __package__:  # python scripts/evaluate.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
@@ -48,8 +49,8 @@ from trainer.snapshot import LoadedSnapshot, SaveError, State, peek
 
 
 def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield all ids of a file in chunks; in a text, <|endoftext|> stands before each document.
-    Raises DataError."""
+    """Yield all token ids of a file in chunks. In a text file, the id of <|endoftext|> comes before
+    each document. Raises DataError."""
     if suffix_of(path) in TOKEN_SUFFIXES:
         yield from TokenFile.open(path).id_chunks(tokenizer)
         return
@@ -63,7 +64,7 @@ def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
 def read_data(
     args: argparse.Namespace, state: State, tokenizer: Tokenizer, process: OneProcess
 ) -> tuple[str, np.ndarray]:
-    """Return a name for the data, and its ids (N,). Raises DataError or SnapshotError."""
+    """Return a name for the data, and its token ids (N,). Raises DataError or SnapshotError."""
     if args.val_data:
         description = ", ".join(args.val_data)
         paths = find_files(args.val_data, "--val-data", process.print0)
@@ -76,21 +77,22 @@ def read_data(
         except DataError as error:
             raise DataError(f"the run's own data: {error}; --val-data names others") from None
         if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):
-            process.print0("note: the run's data changed; it may have trained on some of these")
+            process.print0("note: the run's data changed; the model may have trained on part of it")
         description = f"validation part of {data.description}"
         pieces = chain.from_iterable(file.id_chunks(tokenizer) for file in data.val)
-    none = np.empty(0, np.uint16)  # (a token file may be empty)
+    none = np.empty(0, np.uint16)  # (np.concatenate needs at least one array)
     return description, np.concatenate([none, *up_to(args.max_tokens or sys.maxsize, pieces)])
 
 
 @torch.no_grad()
 def sum_loss(model: MiniGPT, tokens: np.ndarray, args: argparse.Namespace) -> float:
-    """Return the sum of the losses of all tokens but the first, in nats."""
+    """Return the sum of the losses of all tokens except the first one, in nats."""
     device, last = next(model.parameters()).device, len(tokens) - 1
     T, nats = min(args.seq_len, last), 0.0
-    # The last token that each window predicts. The last window is moved back to end with the text.
+    # Index of the last token that each window predicts. The last window ends with the text, so it
+    # may begin less than one stride after the window before it.
     ends = np.minimum(np.arange(T, last + args.stride, args.stride), last)
-    counts = np.diff(ends, prepend=0)  # predictions of each window that are new, at its end
+    counts = np.diff(ends, prepend=0)  # number of new predictions in each window: its last ones
     windows = sliding_window_view(tokens, T + 1)  # row i: tokens i .. i + T
     with tqdm(total=last, unit="tok", disable=None, leave=False) as bar:
         for first in range(0, len(ends), args.batch_size):
@@ -105,7 +107,7 @@ def sum_loss(model: MiniGPT, tokens: np.ndarray, args: argparse.Namespace) -> fl
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, object]:
-    """Measure the loss; return everything that is printed. Raises SnapshotError, DataError or
+    """Measure the loss; return all values to print. Raises SnapshotError, DataError or
     UsageError."""
     path, args.no_amp = args.checkpoint_path, args.amp_dtype is None
     if path.is_dir() and not args.val_data:
@@ -115,7 +117,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     set_matmul_precision(device, tf32=False)
     with process.progress_message(f"reading {path}"):
         model, tokenizer = load_model(path, device)
-    state, limit = peek(path), model.config.max_position_embeddings  # ({} for a folder)
+    state, limit = peek(path), model.config.max_position_embeddings  # (state of a folder: {})
     trained = state["args"]["seq_len"] if state else limit
     args.seq_len = args.seq_len or min(trained, limit)
     args.stride = args.stride or args.seq_len
@@ -131,7 +133,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     amp, start = precision != torch.float32, time.perf_counter()
     with torch.autocast(device.type, precision if amp else None, amp, cache_enabled=False):
         nats = sum_loss(model, tokens, args)
-    if not math.isfinite(nats):  # the weights are finite: load_model has checked them
+    if not math.isfinite(nats):  # (load_model checked that all weights are finite)
         raise flags.UsageError(f"the loss is {nats}: --amp-dtype {args.amp_dtype} overflows")
     lengths, n_tokens = tokenizer.byte_lengths(), len(tokens) - 1
     n_bytes = int(np.bincount(tokens[1:], minlength=len(lengths)) @ lengths)
@@ -153,22 +155,22 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
 
 @cli_main
 def main(argv: list[str]) -> None:
-    parser = flags.OneLineParser(prog="python -m scripts.evaluate", description="Loss over a text.")
+    parser = flags.OneLineParser(prog="python -m scripts.evaluate", description="Loss on a text.")
     add, count = parser.add_argument, flags.number_in_range(int, 1, 10**9)
     add_snapshot(parser, "snapshot, or transformers folder")
     # fmt: off
-    add("--val-data", nargs="+", metavar="PATH", help="files, folders or globs, as the trainers "
-        "take them; all of it counts (default: the validation part of the run's own data)")
-    add("--max-tokens", type=count, metavar="N", help="only the first N (default: all)")
-    add("--seq-len", type=count, metavar="N", help="tokens of a window (default: as in training)")
-    add("--stride", type=count, metavar="N", help="from window to window (default: --seq-len)")
+    add("--val-data", nargs="+", metavar="PATH", help="files, folders or globs, as for the "
+        "trainers; all of the text counts (default: the validation part of the run's own data)")
+    add("--max-tokens", type=count, metavar="N", help="read the first N tokens (default: all)")
+    add("--seq-len", type=count, metavar="N", help="tokens per window (default: as in training)")
+    add("--stride", type=count, metavar="N", help="new tokens per window (default: --seq-len)")
     add("--batch-size", type=count, default=8, metavar="N", help="windows (default: %(default)s)")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--amp-dtype", choices=("auto", "bfloat16", "float16"), help="(default: none, float32)")
     add("--json", type=flags.output_file, metavar="FILE", help="write the numbers there, unrounded")
     # fmt: on
     args = parser.parse_args(argv)
-    knobs = f"lower --batch-size {args.batch_size}, or take fewer tokens with --max-tokens"
+    knobs = f"lower --batch-size {args.batch_size}, or the number of tokens with --max-tokens"
     with out_of_memory_as(f": {knobs}"):
         results = evaluate(args)
     for name, value in results.items():

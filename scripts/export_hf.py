@@ -5,16 +5,16 @@
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
     pipeline("text-generation", "minigpt-hf")("def ")
 
-MiniGPT is GPT-2. So the folder holds a GPT2LMHeadModel with the same weights to the bit, and a
-tokenizer that gives the same ids for any text. If model.py has been changed and is not GPT-2 any
-more, nothing is written. The export needs the package safetensors (pip install safetensors), not
-transformers. --init-from reads such a folder.
+MiniGPT has the architecture of GPT-2. So the folder holds a GPT2LMHeadModel whose weights are equal
+to the bit, and a tokenizer that gives the same ids for any text. If model.py has been changed and
+does not compute GPT-2 any more, nothing is written. The export needs the package safetensors (pip
+install safetensors), but not transformers. The trainers' --init-from reads the exported folder.
 """
 
 import os
 import sys
 
-if not __package__:  # python scripts/export_hf.py: the others lie one folder up
+if not __package__:  # python scripts/export_hf.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
@@ -48,7 +48,7 @@ from trainer.pretrained import (
 from trainer.report import describe_model
 from trainer.snapshot import SaveError
 
-LAYER = {  # prefix in torch's encoder layer -> prefix in a block
+LAYER = {  # parameter prefix in nn.TransformerEncoderLayer -> prefix in model.py's Block
     "self_attn.in_proj_": "attn.c_attn",
     "self_attn.out_proj.": "attn.c_proj",
     "linear1.": "mlp.c_fc",
@@ -59,33 +59,34 @@ LAYER = {  # prefix in torch's encoder layer -> prefix in a block
 
 
 def their_sizes(config: MiniGPTConfig) -> dict[str, Any]:
-    """Return the sizes and dropout under their names in config.json and transformers'
-    GPT2Config."""
+    """Return the sizes and the dropout under the names that transformers' GPT2Config and its
+    config.json have for them."""
     sizes = {theirs: getattr(config, ours) for theirs, ours, _ in SIZES}
     return sizes | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
 
 
 def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the JSON files as {name: content}. Toy data have no tokenizer file: their ids have no
-    text."""
+    """Return the JSON files as {name: content}. A model of toy data gets no tokenizer files,
+    because its ids stand for no text."""
     alone = {name: allowed[0] for name, allowed in GPT2_ALONE.items()}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_id)
-    # The defaults of scripts.generate. max_length, because transformers' window does not slide.
+    # The sampling defaults of scripts.generate. max_length ends a text at the last position of the
+    # model, because the window of transformers does not slide.
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 40}
     sampling |= {"pad_token_id": tokenizer.eot_id, "max_length": config.max_position_embeddings}
     files: dict[str, Any] = {"generation_config.json": ends | sampling}
     if tokenizer.name != "toy":
         files["tokenizer.json"] = to_json(tokenizer)
         files["tokenizer_config.json"] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json alone
+            "tokenizer_class": "PreTrainedTokenizerFast",  # reads only tokenizer.json
             **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), EOT),
             "model_max_length": config.max_position_embeddings,
             "clean_up_tokenization_spaces": False,
-            # "<|endoftext|>" in a text is plain text, as it is here.
+            # "<|endoftext|>" inside a text is encoded as plain text, as in this project.
             "split_special_tokens": True,
         }
     whole = {"architectures": ["GPT2LMHeadModel"]} | alone | their_sizes(config) | ends
-    return files | {"config.json": whole}  # the last file: without it no program opens the folder
+    return files | {"config.json": whole}  # written last: no program opens a folder without it
 
 
 def command_to_go_on(folder: str) -> str:
@@ -93,8 +94,8 @@ def command_to_go_on(folder: str) -> str:
 
 
 def gpt2_logits(weights: dict[str, Tensor], config: MiniGPTConfig, ids: Tensor) -> Tensor:
-    """Return the logits (B, T, V) that GPT-2 computes from a MiniGPT's weights for ids (B, T), with
-    torch's own layers. Raises KeyError or RuntimeError if the weights are not GPT-2's."""
+    """Compute GPT-2's logits (B, T, V) for ids (B, T) from a MiniGPT's weights, with torch's own
+    layers. Raises KeyError or RuntimeError if the weights are not those of a GPT-2."""
     T, embedding = ids.size(1), weights["token_embedding.weight"]
     x = embedding[ids] + weights["position_embedding.weight"][:T]  # (B, T, C)
     layer = nn.TransformerEncoderLayer(
@@ -122,8 +123,11 @@ def gpt2_logits(weights: dict[str, Tensor], config: MiniGPTConfig, ids: Tensor) 
 
 @torch.no_grad()
 def check_is_gpt2(source: Pretrained) -> None:
-    """Raise UsageError unless model.py with these weights is GPT-2: the tensors are GPT-2's, and
-    the logits of some tokens agree."""
+    """Raise UsageError unless model.py with these weights computes GPT-2.
+
+    model.py computes GPT-2 if the tensors have GPT-2's names and shapes, and if the logits of some
+    tokens agree with those of `gpt2_logits`.
+    """
     config, model = source.config, source.make_model(torch.device("cpu"))
     weights = {name: weight.float() for name, weight in source.weights.items()}
     ids = torch.arange(min(64, config.max_position_embeddings))[None] % config.vocab_size
@@ -132,7 +136,7 @@ def check_is_gpt2(source: Pretrained) -> None:
         is_gpt2 = (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
     except (KeyError, RuntimeError):  # a tensor is missing, or has another shape
         is_gpt2 = False
-    n_parameters = sum(weight.numel() for weight in weights.values())  # none too many or too long
+    n_parameters = sum(weight.numel() for weight in weights.values())  # larger with an extra tensor
     if not is_gpt2 or n_parameters != count_parameters(config):
         raise UsageError(
             f"--checkpoint-path: with model.py as it is, {source.path} is no GPT-2; transformers "
@@ -141,10 +145,10 @@ def check_is_gpt2(source: Pretrained) -> None:
 
 
 def export(source: Pretrained, folder: Path) -> None:
-    """Fill the folder, or leave none of its files. Raises UsageError, DataError or SaveError.
+    """Write all files into the folder, or none. Raises UsageError, DataError or SaveError.
 
-    safetensors takes all weights together, each contiguous. Transposed matrices are copied first,
-    so this needs about as much memory again as the weights.
+    safetensors takes all weights at once, and each of them must be contiguous. So transposed
+    matrices are copied first. The copies need about as much memory as the weights themselves.
     """
     library = import_safetensors()
     check_is_gpt2(source)
@@ -154,7 +158,7 @@ def export(source: Pretrained, folder: Path) -> None:
     files = json_files(source.config, source.tokenizer)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # On Ctrl-C or a full disk all files are removed: the next export needs an empty folder.
+        # Ctrl-C or a full disk leaves no file behind: the next export needs an empty folder.
         with TemporaryDirectory(dir=folder) as new:
             library.torch.save_file(weights, f"{new}/model.safetensors", metadata={"format": "pt"})
             for name, content in files.items():
@@ -179,12 +183,12 @@ def main(argv: list[str]) -> None:
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="is made; if it is there, it must be empty",
+        help="folder to make; an existing one must be empty",
     )
     args = parser.parse_args(argv)
-    folder = Path(os.path.realpath(args.out))  # "." gets its name
+    folder = Path(os.path.realpath(args.out))  # so that "." has a name, too
     if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"--out: {args.out} is there and not empty; name another folder")
+        raise UsageError(f"--out: {args.out} exists and is not empty; name another folder")
     source = open_pretrained(args.checkpoint_path)
     export(source, folder)
     shape, name = describe_model(source.config), source.tokenizer.name

@@ -1,14 +1,15 @@
-"""Generate text with a trained MiniGPT. It needs a snapshot, but no data folder and no network.
+"""Generate text with a trained MiniGPT. Only its snapshot is needed: no data and no network.
 
 python -m scripts.generate --prompt "def " --max-new-tokens 200 --temperature 0.8 --top-k 40
 
-The text appears token by token, and ends where the model ends it: at <|endoftext|>.
+The text appears token by token. A sample ends when the model generates <|endoftext|>, or after
+--max-new-tokens.
 """
 
 import os
 import sys
 
-if not __package__:  # python scripts/generate.py: the others lie one folder up
+if not __package__:  # python scripts/generate.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
@@ -32,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     add, shown = parser.add_argument, "(default: %(default)s)"
     add_snapshot(parser, "snapshot to sample from")
     # fmt: off
-    add("--prompt", default="", metavar="TEXT", help="(default: empty, a document from its start)")
+    add("--prompt", default="", metavar="TEXT", help="(default: empty; begin a new document)")
     add("--max-new-tokens", type=number_in_range(int, 1, 10**6), default=200, metavar="N",
         help=shown)
     add("--num-samples", type=number_in_range(int, 1, 10**4), default=1, metavar="N", help=shown)
@@ -44,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="1 = off (default: %(default)s)")
     add("--seed", type=number_in_range(int, 0, 2**63 - 1), default=1337, metavar="N", help=shown)
     add("--ignore-eot", action="store_true",
-        help="write on after <|endoftext|>, up to --max-new-tokens")
+        help="continue after <|endoftext|>, up to --max-new-tokens")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     # fmt: on
     return parser
@@ -53,25 +54,25 @@ def build_parser() -> argparse.ArgumentParser:
 def generate_text(
     args: argparse.Namespace, model: MiniGPT, tokenizer: Tokenizer, device: torch.device
 ) -> Iterator[str]:
-    """Yield all text to print, the samples with their prompt, piece by piece.
+    """Yield the text to print, piece by piece: all samples, each with the prompt before it.
 
-    All samples grow together, by one token at a time. The first unfinished one is printed as it
-    grows; the samples behind it wait. Raises UsageError.
+    All samples grow together, one token at a time. The first unfinished sample is printed while it
+    grows; later samples are printed after it. Raises UsageError.
     """
     try:
         prompt = tokenizer.encode(args.prompt).tolist()
     except ValueError as error:
         raise UsageError(f"--prompt: {error}") from None
-    # In training <|endoftext|> stood before each document. So it begins a text and ends it. (In toy
-    # data it is a number like the others, and ends nothing.)
+    # In training <|endoftext|> came before each document. So each sample begins with this token and
+    # ends when the model generates it. (In toy data its id is a plain number and ends nothing.)
     ids = torch.tensor([[tokenizer.eot_id, *prompt]] * args.num_samples, device=device)
     stop_id = None if args.ignore_eot or tokenizer.name == "toy" else tokenizer.eot_id
     samples = [list(prompt) for _ in range(args.num_samples)]
     unfinished = set(range(args.num_samples))
-    between = " " if tokenizer.name == "toy" else ""  # joins parts that are decoded one by one
+    between = " " if tokenizer.name == "toy" else ""  # separates numbers of toy data
     torch.manual_seed(args.seed)
     new_ids = (
-        column.flatten().tolist()  # all samples in one read: each read waits for the GPU
+        column.flatten().tolist()  # one read for all samples, because a read waits for the GPU
         for column in model.stream(  # (num_samples, 1)
             ids,
             args.max_new_tokens,
@@ -82,7 +83,7 @@ def generate_text(
     )
 
     def grow() -> None:
-        """Add a token to each unfinished sample."""
+        """Add a token to each unfinished sample, or finish the sample."""
         row = next(new_ids, None)
         for i in sorted(unfinished):
             if row is None or row[i] == stop_id:
@@ -91,10 +92,10 @@ def generate_text(
                 samples[i].append(row[i])
 
     for turn, sample in enumerate(samples):
-        n_shown = 0  # tokens of this sample
+        n_shown = 0  # tokens of this sample that are printed
         while True:
             text = tokenizer.decode(sample[n_shown:])
-            # The last character of an unfinished sample may be incomplete.
+            # If the last character lacks bytes, text ends with "\ufffd": wait for the next token.
             if turn not in unfinished or not text.endswith("\ufffd"):
                 yield between * bool(n_shown and text) + text
                 n_shown = len(sample)
@@ -115,7 +116,7 @@ def main(argv: list[str]) -> None:
             for piece in generate_text(args, model, tokenizer, device):
                 print(piece, end="", flush=True)
         except (RuntimeError, MemoryError):
-            print()  # the text may stop within a line
+            print()  # the error may come in the middle of a line
             raise
 
 

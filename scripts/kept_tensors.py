@@ -3,14 +3,14 @@
 python -m scripts.kept_tensors                     # all policies, GPT-2 small's block
 python -m scripts.kept_tensors --policy cheap --no-amp --batch-size 8
 
-JAX prints such a list with `print_saved_residuals`. The model runs on fake tensors, so any size
+JAX prints a similar list with `print_saved_residuals`. The model runs on fake tensors, so any size
 works and takes no memory.
 """
 
 import os
 import sys
 
-if not __package__:  # python scripts/kept_tensors.py: the others lie one folder up
+if not __package__:  # python scripts/kept_tensors.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
@@ -33,8 +33,8 @@ RESULT = ": x + feed_forward"  # a block's output, which is the next block's inp
 
 
 def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
-    """Return the storages that the second of two blocks keeps: its input, then the rest in the
-    order in which they are made."""
+    """Return the storages that the second of two blocks keeps for backward: first its input, then
+    the others in the order in which forward makes them."""
     C, H, T = args.d_model, args.n_heads, args.seq_len
     planner = Planner(
         MiniGPTConfig(64, T, 2, H, C, d_ff=4 * C, dropout=0.0),
@@ -44,12 +44,13 @@ def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
     )
     storages = planner.record(args.batch_size, recompute=policy).storages
     kept = [s for s in storages if s.kind == "activations" and s.born]
-    # The output of the first block, and all tensors of the second block but its output.
+    # Select the output of the first block, which is the second block's input, and all tensors of
+    # the second block except its output.
     return [s for s in kept if (s.block == 1) != s.name.endswith(RESULT)]
 
 
 def table(policy: str, tensors: list[Storage], unit: int) -> str:
-    """Return one line per tensor. `unit`: bytes of a (B, T, C) tensor with one byte an element."""
+    """Return one line per tensor. `unit`: bytes of a (B, T, C) tensor, at one byte per element."""
     total, lines = sum(tensor.nbytes for tensor in tensors), []
     for tensor in tensors:
         name = "x: the block's input" if tensor.name.endswith(RESULT) else tensor.name
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> None:
     add("--batch-size", type=size, default=2, metavar="N", help="(default: %(default)s)")
     add("--seq-len", type=size, default=1024, metavar="N", help="(default: %(default)s)")
     add("--model", choices=tuple(SHAPES), default="gpt2",
-        help="whose block (default: %(default)s)")
+        help="model whose block to list (default: %(default)s)")
     add("--no-amp", action="store_true", help="float32 instead of bfloat16 autocast")
     # fmt: on
     args = parser.parse_args(argv)

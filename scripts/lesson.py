@@ -14,7 +14,7 @@ right, 3 the answer is wrong, 2 the text is not an answer.
 import os
 import sys
 
-if not __package__:  # `python scripts/lesson.py`: other modules are in the parent folder
+if not __package__:  # python scripts/lesson.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 

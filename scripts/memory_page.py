@@ -4,22 +4,23 @@ python -m scripts.memory_page                                           # the de
 python -m scripts.memory_page --model gpt2 --batch-size 8 --device cuda          # 16 s
 python -m scripts.memory_page --model gpt2 --batch-size 8 --card "RTX 4090" --memory-budget 4GiB
 
-Open the file in any browser; it needs no network and no other file. For each recompute policy it
-shows each storage of the step: its name, the line that made it, why it is kept and when it is
-freed. It also shows what is alive at any instant, and which policy fits a budget.
+Open the page in any browser; the page needs no network and no other file. For each recompute policy
+it shows each storage of the step: its name, the line that made it, why it is kept and when it is
+freed. The page also lists the storages that are alive at any instant, and shows which policies fit
+a budget.
 
-The flags are those of the trainers, with the same meaning. The page first shows the policy that
-they select. The horizontal axis is the step, in FLOPs or, with --card, in predicted seconds.
-`--device cuda` plans for a GPU on any machine.
+The flags are those of the trainers, with the same meaning. The page first shows the policy that the
+flags select. The horizontal axis is the step, in FLOPs or, with --card, in predicted seconds.
+`--device cuda` plans for a GPU, also on a machine without one.
 
 All numbers come from the planner (planner/record.py). The page itself is plain HTML, CSS and
-JavaScript in scripts/page/. This file inserts the numbers.
+JavaScript in scripts/page/. This file inserts the numbers into the page.
 """
 
 import os
 import sys
 
-if not __package__:  # python scripts/memory_page.py: the others lie one folder up
+if not __package__:  # python scripts/memory_page.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
@@ -56,8 +57,9 @@ from trainer.pretrained import open_init_from
 
 SOURCE = Path(__file__).parent / "page"
 SCRIPTS = ("step.js", "frame.js", "chart.js", "listen.js", "page.js")
-# Parts of the step without matrix products have no FLOPs. To be visible, they get at least these
-# widths, as shares of the step: a part of forward or backward, and the update.
+# Some parts of the step have no matrix products, and so no FLOPs. To be visible, a part of forward
+# or backward is at least NARROW wide, and the optimizer's update is at least UPDATE wide. Both are
+# shares of the FLOPs of a step without recompute.
 NARROW, UPDATE = 1 / 400, 1 / 50
 WORDS = {
     "plain": "every intermediate is kept, and all logits at once, as in most tutorials",
@@ -70,8 +72,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the flags. Raises UsageError."""
     parser = flags.build_parser("python -m scripts.memory_page", "unused")
     parser.description = (
-        "Write a page on which the memory of a training step can be explored. Takes the trainers' "
-        "flags, which mean the same here; those of running have no effect."
+        "Write a page to explore the memory of a training step. Takes the trainers' flags, with "
+        "the same meaning; the group 'running' has no effect."
     )
     add = parser.add_argument_group("page").add_argument
     add("--out", type=output_file, default=Path("out/memory_page.html"), metavar="FILE",
@@ -82,16 +84,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Labels:
-    """Numbers for the labels of storages. Equal blocks have equal storages that differ only in the
-    block's number: so "<+0>" stands for that number in a label, and "<+1>" for the next block's.
-    Each label exists once: looking up a new one adds it."""
+    """Numbers of labels, which describe storages. Equal blocks have equal storages; only the number
+    of the block in their names differs. A label has "<+0>" for the number of the storage's own
+    block and "<+1>" for that of the next block. So equal storages share one label. Looking up a new
+    label adds it."""
 
     def __init__(self) -> None:
         self.operators, self.lines, self.storages = numbers(), numbers(), numbers()
 
     def of(self, storage: Storage) -> int:
-        """Return the number of the label that a storage shares with its counterparts in other
-        blocks."""
+        """Return the number of a storage's label, which equal storages of other blocks share."""
         texts = (relative(text, storage.block) for text in (storage.name, storage.reason_alive))
         shape = " x ".join(f"{n:,}" for n in storage.shape) or "one number"
         dtype, line = str(storage.dtype).removeprefix("torch."), self.lines[storage.line]
@@ -114,9 +116,13 @@ def relative(text: str, block: int | None) -> str:
 
 
 def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
-    """Return indices of operators and their positions on the axis, from 0 on, in FLOPs of a step
-    without recompute (1 = all of them). A block's forward is as wide as its matrix products; its
-    operators share that width evenly."""
+    """Return two lists: the number of the first operator of each part of the step, and its position
+    on the horizontal axis. The last entries are the end of the step.
+
+    Positions begin at 0, and 1 stands for the FLOPs of a step without recompute. A part, such as
+    the forward of a block, is as wide as the FLOPs of its matrix products. Its operators share that
+    width evenly.
+    """
     step = record.step
     needed, _ = flops_per_token(step.config, step.seq_len)
     flops = np.zeros(len(step.timeline) + 1)
@@ -131,8 +137,8 @@ def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
 
 
 def along_seconds(record: StepRecord, card: Card) -> tuple[list[int], list[float]]:
-    """Return indices of operators and their positions on the axis, in predicted seconds on a
-    card."""
+    """Return two lists: the number of each operator that takes time, and its position on the
+    horizontal axis in predicted seconds. The last entries are the end of the step."""
     work = record.step.work
     each = seconds_per_op(work, card) * work.times
     return [*work.at.tolist(), len(record.step.timeline)], [0.0, *each.cumsum()]
@@ -149,7 +155,7 @@ def trainer_flags(config: MiniGPTConfig) -> str:
 def step_data(
     record: StepRecord, name: str, labels: Labels, request: PlanRequest
 ) -> dict[str, Any]:
-    """Return the numbers of one policy, as page.js reads them."""
+    """Return the numbers of one policy in the form that scripts/page/step.js reads."""
     step, card = record.step, request.card
     starts, x = along_seconds(record, card) if card else along_flops(record)
     born = [storage.born for storage in record.storages]
@@ -176,7 +182,7 @@ def step_data(
 
 
 def way_data(candidate: StepMemory, request: PlanRequest) -> list:
-    """Return peak, cost, name and flags of one candidate of `auto`, as page.js reads them."""
+    """Return [peak, cost, name, flags] of one candidate of `auto`, as page.js reads them."""
     flops = relative_flops(candidate.config, request.args.seq_len, request.args.compile)
     cost = candidate.seconds(request.card) if request.card else flops
     return [candidate.peak, cost, candidate.config.recompute, trainer_flags(candidate.config)]
@@ -184,20 +190,21 @@ def way_data(candidate: StepMemory, request: PlanRequest) -> list:
 
 def policies(request: PlanRequest) -> tuple[dict[str, dict[str, Any]], str]:
     """Return the policies of the page (name -> arguments of `Planner.record`), and the name of the
-    one that is shown first."""
+    policy that is shown first."""
     config, settings = request.config, dict(POLICIES)
     if request.args.use_activation_checkpoint == AUTO:
         config = request.pick_recompute().config
-    if config.loss_chunks:  # --loss-chunks fixes the head of all policies
+    if config.loss_chunks:  # --loss-chunks sets the head of all policies
         del settings["plain"]
-    if config.n_layers == 1:  # no group of 2
+    if config.n_layers == 1:  # one block makes no group of 2
         del settings["full/2"]
     settings[config.recompute] = {"recompute": config.recompute, "loss_chunks": config.loss_chunks}
     return settings, config.recompute
 
 
 def page_data(args: argparse.Namespace) -> dict[str, Any]:
-    """Return all numbers of the page, as page.js reads them. Raises UsageError or DataError."""
+    """Return all numbers of the page, in the form that scripts/page/ reads. Raises UsageError or
+    DataError."""
     request, labels = make_request(args), Labels()
     budget, card, n = request.memory_budget, request.card, args.grad_accum_steps
     settings, first = policies(request)
@@ -209,12 +216,12 @@ def page_data(args: argparse.Namespace) -> dict[str, Any]:
     about = [
         describe(request, f"one of {n} micro-batches of {args.batch_size} x " * (n > 1)),
         f"predicted for {card.name}" if card else "predicted",
-        f"where tensors may take {budget}"
+        f"tensors may take {budget}"
         if has_budget
         else "no budget given (the dashed line is an example)",
     ]
     if (times := int(record.step.work.times.max())) > 1:
-        about.append(f"three of the head's {times + 2:,} chunks")
+        about.append(f"showing three of the head's {times + 2:,} chunks")
     ways = pareto_frontier(candidates(request.planner, args.batch_size, card))
     return {
         "about": ", ".join(about),
@@ -250,7 +257,7 @@ def main(argv: list[str]) -> None:
     args = parse(argv)
     command = shlex.join(["python", "-m", "scripts.memory_page", *argv])
     page = write_page(page_data(args), command)
-    args.out.parent.mkdir(exist_ok=True)  # (the default's folder)
+    args.out.parent.mkdir(exist_ok=True)  # (makes out/ for the default)
     args.out.write_text(page, encoding="utf-8")
     print(f"wrote {args.out} ({format_bytes(args.out.stat().st_size)}): open it in a browser")
 

@@ -1,19 +1,20 @@
-"""Draw memory over one training step, one panel per policy: before anything runs, for any model.
+"""Predict and draw the memory over one training step, one panel per policy.
 
 python -m scripts.memory_timeline                                    # the demo's model: seconds
-python -m scripts.memory_timeline --model gpt2 --batch-size 8 --device cuda       # a quarter minute
+python -m scripts.memory_timeline --model gpt2 --batch-size 8 --device cuda       # 15 seconds
 python -m scripts.memory_timeline --policies none mlp full/2 --out mine.svg
 
-The flags are those of the trainers, with the same meaning. Only those that choose a policy have no
-effect: --policies names the panels. The horizontal axis is the step, in FLOPs. The vertical axis is
-the memory of all tensors, as the planner predicts it. `--device cuda` plans for a GPU on any
-machine. Needs matplotlib: pip install matplotlib
+The flags are those of the trainers, with the same meaning. Flags that choose a policy have no
+effect, because --policies names the panels. Flags of the group "running" have no effect either. The
+horizontal axis is the step, in FLOPs. The vertical axis is the memory of all tensors, as the
+planner predicts it. `--device cuda` plans for a GPU, also on a machine without one. The command
+needs matplotlib: pip install matplotlib
 """
 
 import os
 import sys
 
-if not __package__:  # python scripts/memory_timeline.py: the others lie one folder up
+if not __package__:  # python scripts/memory_timeline.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
@@ -46,7 +47,7 @@ from trainer.metrics import format_bytes
 from trainer.plan import PlanRequest, make_request
 from trainer.pretrained import open_init_from
 
-PHASES = ("forward", "head", "backward")  # (the optimizer has hardly any FLOPs)
+PHASES = ("forward", "head", "backward")  # (the optimizer's part is too narrow for its name)
 NARROW = 0.12  # share of a panel's width that a phase needs for its name
 TITLES = {  # policy -> short description for a title
     "plain": "all logits at once",
@@ -60,16 +61,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the flags. Raises UsageError."""
     parser = flags.build_parser("python -m scripts.memory_timeline", "unused")
     parser.description = (
-        "Draw where the memory of a training step goes. Takes the trainers' flags, which mean the "
-        "same here; those of running, and those that choose a policy, have no effect."
+        "Draw where the memory of a training step goes. Takes the trainers' flags, with the same "
+        "meaning; the group 'running' and flags that choose a policy have no effect."
     )
     add = parser.add_argument_group("picture").add_argument
     # fmt: off
     add("--policies", nargs="+", type=policy_or_plain, default=[*TITLES], metavar="POLICY",
-        help="a panel for each; plain: none with --loss-chunks 1, as in most tutorials (default: "
+        help="one panel each; plain: none with --loss-chunks 1, as in most tutorials (default: "
         f"{' '.join(TITLES)})")
     add("--out", type=output_file, default=Path("out/memory_timeline.png"), metavar="FILE",
-        help="the picture; its ending says which format (default: %(default)s)")
+        help="file of the picture; its suffix sets the format (default: %(default)s)")
     # fmt: on
     args = parser.parse_args(argv)
     open_init_from(args)
@@ -81,8 +82,8 @@ def policy_or_plain(text: str) -> str:
 
 
 def record_all(args: argparse.Namespace) -> tuple[PlanRequest, dict[str, StepRecord]]:
-    """Return the plan request, and a simulated step of each policy. Raises UsageError or
-    DataError."""
+    """Return the plan request, and the record of a simulated step with each policy. Raises
+    UsageError or DataError."""
     request = make_request(args)
     each = tqdm(dict.fromkeys(args.policies), unit="policy", disable=None, leave=False)
     record = partial(request.planner.record, args.batch_size)
@@ -100,7 +101,7 @@ def title(name: str, step: StepMemory) -> str:
 
 
 def draw(plt: Any, request: PlanRequest, records: dict[str, StepRecord]) -> Any:
-    """Draw the panels, one below the other, all on one scale."""
+    """Draw the panels, one below the other, all with the same axes."""
     max_peak = max(record.step.peak for record in records.values())
     right = max(along_flops(record)[1][-1] for record in records.values())
     unit, size = ("GiB", 2**30) if max_peak >= 2**30 else ("MiB", 2**20)

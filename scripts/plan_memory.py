@@ -1,21 +1,23 @@
-"""Predict, before a run, whether it fits in memory, and the cheapest way to make it fit.
+"""Predict whether a training run fits in memory, and find the cheapest change that makes it fit.
 
-The flags are those of the trainers. Some more say what to plan:
+The flags are those of the trainers. A few more flags say what to plan:
     python -m scripts.plan_memory --model gpt2 --device cuda --memory-budget 8GiB
     python -m scripts.plan_memory --model gpt2 --card "RTX 4090" --all-knobs
 
 For each recompute policy, one training step of the model is simulated on tensors that have shapes
 but no memory. So no GPU is needed, nothing is downloaded, and 1.5 billion parameters take a quarter
-of a minute on a laptop. `--device cuda` plans for a GPU on any machine. `--card` plans for that
-GPU's memory, and predicts the time as well. The recommendation leaves a margin for memory that is
-not tensors (the CUDA context, kernels, the allocator's gaps): a tenth of the budget, on a GPU at
-least 1 GiB.
+of a minute on a laptop. `--device cuda` plans for a GPU, also on a machine without one. `--card`
+names a GPU: then the budget is this GPU's memory, and the plan predicts the time as well.
+
+The recommendation leaves a margin for memory that is not tensors: the CUDA context, kernels, the
+allocator's gaps. The margin is a tenth of the budget. On a GPU it is at least 1 GiB, or a quarter
+of a budget below 4 GiB.
 """
 
 import os
 import sys
 
-if not __package__:  # python scripts/plan_memory.py: the others lie one folder up
+if not __package__:  # python scripts/plan_memory.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
@@ -60,14 +62,17 @@ from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 
 PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # the total is not known in advance
-# Flags that the recommended command leaves out.
+# Typed flags that the recommended command does not repeat.
 ANSWERED = {"memory_budget", "card", "use_activation_checkpoint"}
-DEEPER = 2  # policies after an out-of-memory error that the plan names
+DEEPER = 2  # number of policies to name for the case that memory runs out during the run
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the trainers' flags and those of the plan. `typed_policy` gets the policy that was
-    typed: the table ignores it, and --at-peak lists its step. Raises UsageError or DataError."""
+    """Parse the trainers' flags and those of the plan. Raises UsageError or DataError.
+
+    The table compares all policies, so it ignores the policy that the user types. With --at-peak
+    `args.typed_policy` keeps that policy; None if none was typed.
+    """
     parser = flags.build_parser("python -m scripts.plan_memory", "unused.pt")
     does = "Predict the memory of a training run, for each recompute policy."
     parser.description = f"{does} Takes the trainers' flags; many change no plan."
@@ -75,32 +80,32 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--nproc-per-node", type=flags.number_in_range(int, 1, 10**4), metavar="N",
         help="plan for train_ddp.py, with N processes on a machine")  # fmt: skip
     add("--fsdp", action="store_true",
-        help="with --nproc-per-node: for train_fsdp.py, whose processes hold one model between "
-        "them; predicted is what one of them takes")  # fmt: skip
+        help="with --nproc-per-node: plan for train_fsdp.py, whose processes shard one model; the "
+        "prediction is for one process")  # fmt: skip
     add("--sp", action="store_true",
-        help="with --nproc-per-node: for train_sp.py, whose processes share each sequence, and the "
-        "model as well; predicted is what the first of them takes")  # fmt: skip
+        help="with --nproc-per-node: plan for train_sp.py, whose processes shard each sequence and "
+        "the model; the prediction is for the first process")  # fmt: skip
     add("--longest-sequence", action="store_true",
-        help="for each policy, the longest sequence that fits at this batch, in multiples of "
-        f"{STEP} tokens; positions grow with it, unless --max-position-embeddings is "
+        help="find the longest sequence that fits with each policy at this --batch-size, in "
+        f"multiples of {STEP} tokens; positions grow with it, unless --max-position-embeddings is "
         "typed")  # fmt: skip
     add("--all-knobs", action="store_true",
-        help="with --card: the most tokens/s that fit, by micro-batch, accumulation, policy and "
-        "mix; as many sequences a step as asked")  # fmt: skip
+        help="with --card: find the settings with the most tokens/s that fit: micro-batch, "
+        "accumulation, policy or mix; a step keeps its number of sequences")  # fmt: skip
     add("--at-peak", action="store_true",
-        help="list what is alive at the peak: with the --use-activation-checkpoint (...) that is "
-        "typed, else with the one that is recommended, else with none")  # fmt: skip
-    add("--json", type=flags.output_file, metavar="FILE", help="write the table there, in bytes")
+        help="list the tensors that are alive at the peak, with the policy that you type, else "
+        "with the recommended policy, else with none")  # fmt: skip
+    add("--json", type=flags.output_file, metavar="FILE", help="write the plan there, in bytes")
     args = parser.parse_args(argv)
     check(args)
     typed = set(args.typed)
     open_init_from(args)
-    args.implied = dict.fromkeys(args.typed - typed)  # set by --init-from: not typed in a command
+    args.implied = dict.fromkeys(args.typed - typed)  # set by --init-from: the command omits them
     args.typed_policy = None
     is_typed = "use_activation_checkpoint" in typed
     if args.at_peak and is_typed and args.use_activation_checkpoint != flags.AUTO:
         args.typed_policy = format_recompute_plan(flags.recompute_plan_of(args))
-    args.use_activation_checkpoint = "none"  # each row changes a run without recompute
+    args.use_activation_checkpoint = "none"  # the base of all rows; each row sets its policy
     flags.resolve_defaults(args, 1 if args.sp else args.nproc_per_node or 1)
     if args.sp:
         flags.check_shared(args, args.nproc_per_node)
@@ -139,7 +144,7 @@ def parse_request(argv: list[str]) -> tuple[PlanRequest, float]:
 
 
 def describe_target(request: PlanRequest, seconds: float) -> str:
-    """Describe the model, the device and the budget in lines above the table."""
+    """Return the lines above the table: model, batch, device, card, budget, training state."""
     args, config, budget, card = request.args, request.config, request.memory_budget, request.card
     kind = request.device.type
     precision = str(request.precision).removeprefix("torch.")
@@ -184,7 +189,7 @@ def state_words(request: PlanRequest) -> str:
 
 
 def command_line(args: argparse.Namespace, **changes: Any) -> str:
-    """Return the trainer's command: the typed flags, with `changes`."""
+    """Return the trainer's command: the typed flags, with `changes` applied."""
     start = ["python", "train_minimal.py"]
     if args.nproc_per_node:
         ours = "train_sp.py" if args.sp else "train_fsdp.py" if args.fsdp else "train_ddp.py"
@@ -194,10 +199,11 @@ def command_line(args: argparse.Namespace, **changes: Any) -> str:
 
 
 def verdict(request: PlanRequest, taken: Candidate | None, table: list[Candidate]) -> list[str]:
-    """Return the command to run; if nothing fits, the reason, and a change with which it fits."""
+    """Return the command to run, as lines. If nothing fits: the reason, and the command with a
+    change that makes the run fit."""
     args = request.args
     if request.memory_budget.limit_bytes is None:
-        return ["--memory-budget 8GiB, say, tells what fits, and which of them to take"]
+        return ["--memory-budget 8GiB, for example, shows what fits and which policy to take"]
     if any(row.longest for row in table):
         return [longest_command(request, table)]
     lines = [command_line(args, **taken.changes(args))] if taken else []
@@ -214,8 +220,8 @@ def verdict(request: PlanRequest, taken: Candidate | None, table: list[Candidate
 
 
 def longest_command(request: PlanRequest, table: list[Candidate]) -> str:
-    """Return the command for the longest sequence. Of equally long ones take the cheapest,
-    offloaded ones last."""
+    """Return the command for the longest sequence. If several policies reach the same length, take
+    the cheapest of them, and an offloaded one only if no other reaches it."""
     fits = [candidate for candidate in table if candidate.longest]
     best = min(
         fits, key=lambda candidate: (-(candidate.longest or 0), candidate.offloaded, candidate.cost)
@@ -225,8 +231,8 @@ def longest_command(request: PlanRequest, table: list[Candidate]) -> str:
 
 
 def deeper_words(taken: Candidate | None) -> list[str]:
-    """Name the first policies that a run takes after an out-of-memory error, each with peak and
-    time."""
+    """Return a list of one line: the first policies that a run falls back to when memory runs out,
+    each with its peak and time. The list is empty if there are none."""
     names = []
     for candidate in islice(if_memory_runs_out(taken), DEEPER):
         time = (
@@ -239,15 +245,15 @@ def deeper_words(taken: Candidate | None) -> list[str]:
 
 
 def whole_run(request: PlanRequest, taken: Candidate | None) -> tuple[dict[str, Any], list[str]]:
-    """Describe the whole run that the flags ask for, with the recommended step: for the JSON file,
-    and in words. If the flags set no length, it is a billion tokens, so that runs can be
-    compared."""
+    """Return tokens, steps and seconds of the whole run, with the recommended step: as a dict for
+    the JSON file, and as lines of text. If the flags set no length, the run has a billion tokens,
+    so that plans can be compared."""
     args, of_step = request.args, tokens_per_step(request.args, request.replicas)
     typed_tokens = args.num_steps * of_step if "num_steps" in args.typed else args.num_tokens
     tokens = typed_tokens or 10**9
     steps = math.ceil(tokens / of_step)
     run: dict[str, Any] = {"tokens": tokens, "steps": steps, "seconds": None}
-    # With --longest-sequence, the step of the command is not the step of the row.
+    # With --longest-sequence, the command has longer sequences than the row: the time is unknown.
     if taken is None or taken.seconds is None or taken.longest is not None:
         return run, []
     run["seconds"] = seconds = taken.seconds * steps
@@ -298,7 +304,7 @@ def as_json(
     run: dict[str, Any],
     record: StepRecord | None,
 ) -> dict[str, Any]:
-    """Return the content of the JSON file but for its first lines; all sizes are in bytes."""
+    """Return the content of the JSON file without the metadata of `about`. Sizes are in bytes."""
     args, table = request.args, table or policy_table(request)
     taken = recommend(table)
     shape = args.batch_size, args.seq_len, request.precision
@@ -337,7 +343,7 @@ def as_json(
 
 @cli_main
 def main(argv: list[str]) -> None:
-    request, seconds = parse_request(argv)  # before the bar: --help and errors have none
+    request, seconds = parse_request(argv)  # before the progress bar: --help and errors need none
     with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
         bar.write(describe_target(request, seconds) + "\n")
         result = plan(replace(request, on_simulate=bar.update), bar)
@@ -345,5 +351,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    gc.set_threshold(1_000_000)  # a simulated step makes no garbage, and looking for it takes time
+    gc.set_threshold(1_000_000)  # a simulation makes no reference cycles: skip the search
     sys.exit(main())

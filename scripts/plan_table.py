@@ -2,8 +2,8 @@
 
 Three searches find them: the table of policies (`policy_table`), the longest sequence
 (`longest_sequence`) and the fastest micro-batch (`search_settings`). `--at-peak` lists by name what
-is alive at a peak. That is some hundred tensors. But blocks are equal, so the tensors make a few
-dozen groups (`group_of` in planner/record.py), and the largest nine groups take nearly all bytes.
+is alive at a peak. These are hundreds of tensors. But blocks are equal, so the tensors make a few
+dozen groups (`group_of` in planner/record.py), and the largest nine groups take most of the bytes.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from trainer.metrics import format_bytes
 from trainer.plan import RESTART_PEAK_FRACTION, PlanRequest, next_smaller_step
 
 OFFLOADED = "full+offload"
-STEP = 64  # tokens; lengths are multiples of it
-TRIES = 6  # lengths tried along a straight line, before bisection
+STEP = 64  # tokens; the longest sequence is a multiple of this
+TRIES = 6  # lengths to try by linear interpolation, before bisection
 SETTINGS = 5  # rows that --all-knobs prints
 LINES = 10  # lines that --at-peak prints
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a request, with the step that is simulated for it."""
+    """One way to run a request, with its simulated step."""
 
     request: PlanRequest  # its flags select this candidate
     step: StepMemory
@@ -56,29 +56,30 @@ class Candidate:
 
     @property
     def largest_batch(self) -> int | None:
-        """Sequences of the largest batch that fits with the margin; None: unknown. (This simulates
-        some more steps.)"""
+        """Sequences of the largest batch that fits with the margin; None: the budget is unknown.
+        (This simulates some more steps.)"""
         return (
             None if self.request.memory_budget.limit_bytes is None else self.request.largest_batch
         )
 
     @property
     def replayed(self) -> float:
-        """FLOPs done twice, in units of the FLOPs that the step needs."""
+        """Recomputed FLOPs, as a share of the FLOPs of the step without recompute."""
         args = self.request.args
         return relative_flops(self.step.config, args.seq_len, args.compile) - 1
 
     @property
     def cost(self) -> tuple[float, float]:
-        """Sort key; smaller is better. Seconds, then peak bytes; without a card
+        """Sort key; smaller is better. With a card: (seconds, peak bytes). Without a card:
         `recompute_cost`."""
         if self.seconds is None:
             return recompute_cost(self.step.config, self.step.seq_len)
         return self.seconds, self.step.peak
 
     def changes(self, args: argparse.Namespace) -> dict[str, Any]:
-        """Return the flags to type instead of those in `args`. (Positions follow --seq-len by
-        themselves, unless --model sets them.)"""
+        """Return the flags of this candidate that differ from those in `args`, and always the
+        policy. (--max-position-embeddings is compared only with --model, which sets it. Otherwise
+        it follows --seq-len.)"""
         wanted = vars(self.request.args)
         names = ["batch_size", "grad_accum_steps", "seq_len", "mlp_chunks"]
         names += ["max_position_embeddings"] * bool(args.model)
@@ -86,7 +87,8 @@ class Candidate:
         return changed | {"use_activation_checkpoint": self.name}
 
     def as_json(self, args: argparse.Namespace) -> dict[str, Any]:
-        """Return a row of the JSON file. Its `flags` are to be typed instead of those in `args`."""
+        """Return a row of the JSON file. Its `flags` are the words to type instead of those in
+        `args`."""
         step = self.step
         return {
             "name": self.name,
@@ -112,7 +114,7 @@ class Candidate:
 
 
 def candidate_of(request: PlanRequest, **flags: Any) -> Candidate:
-    """Simulate the step that the request's flags ask for, with these changes."""
+    """Simulate the step of the request with `flags` changed; return it as a candidate."""
     request = request.with_args(with_flags(request.args, **flags))
     step, budget, seconds, speed, fits = request.step, request.memory_budget, None, None, None
     if request.card:
@@ -130,9 +132,12 @@ def candidate_of(request: PlanRequest, **flags: Any) -> Candidate:
 
 
 def policy_table(request: PlanRequest) -> list[Candidate]:
-    """Return a candidate for every policy. The cheapest one that fits has a row of its own if it is
-    a mix. With --longest-sequence there are nested groups, too, and each candidate has its longest
-    sequence."""
+    """Return a candidate for every policy.
+
+    If the cheapest policy that fits is a mix or a nested group, it has a candidate, too. With
+    --longest-sequence nested groups always have candidates, and each candidate has its longest
+    sequence.
+    """
     names, taken = [*uniform_policies(request.planner), OFFLOADED], request.pick_recompute().config
     if request.args.longest_sequence:
         names[-1:-1] = nested_policies(request.args.n_layers)
@@ -150,14 +155,14 @@ def policy_table(request: PlanRequest) -> list[Candidate]:
 
 
 def recommend(ways: list[Candidate]) -> Candidate | None:
-    """Return the cheapest candidate that fits with the margin; None if none does. Offloaded ones
-    are last, because no clock predicts their copies."""
+    """Return the cheapest candidate that fits with the margin; None if none fits. Offloaded
+    candidates come last, because no predicted time includes their copies."""
     safe = [candidate for candidate in ways if candidate.fits_safely]
     return min(safe, key=lambda candidate: (candidate.offloaded, candidate.cost), default=None)
 
 
 def format_table(candidates: list[Candidate], taken: Candidate | None) -> str:
-    """Return the candidates in aligned columns; `taken` is marked."""
+    """Return the candidates in aligned columns; ">" marks `taken`."""
     fits = {True: "tight", False: "no", None: "?"}
     lines = []
     for candidate in candidates:
@@ -184,9 +189,11 @@ def format_table(candidates: list[Candidate], taken: Candidate | None) -> str:
 
 
 def estimates(candidate: Candidate, first: Candidate) -> dict[str, str]:
-    """Return the cells with times, marked as estimates: the time of the first row, and how much
-    more the others take. The clock does not know the copies of offload, so it shows bounds for
-    offloaded candidates."""
+    """Return the cells for time and tokens/s; "~" marks them as estimates.
+
+    The first row shows its time, the other rows how much more time they take. The prediction leaves
+    out the copies of offload, so an offloaded candidate shows bounds, with ">" and "<".
+    """
     time, speed = candidate.seconds or 0, digits(3, candidate.tokens_per_s or 0)
     more = f"{time / (first.seconds or 1) - 1:+.0%}"
     if candidate.offloaded:
@@ -198,7 +205,8 @@ def estimates(candidate: Candidate, first: Candidate) -> dict[str, str]:
 
 
 def describe_host(candidate: Candidate) -> str:
-    """Describe the CPU memory that an offloaded candidate pins besides GPU memory; "": none."""
+    """Return a line with the CPU memory that an offloaded candidate pins, for all processes; "" if
+    it pins none, or if its device is the CPU."""
     processes, host = candidate.request.processes, candidate.step.host_bytes
     if candidate.request.device.type == "cpu" or not host:
         return ""
@@ -207,8 +215,9 @@ def describe_host(candidate: Candidate) -> str:
 
 
 def if_memory_runs_out(candidate: Candidate | None) -> Iterator[Candidate]:
-    """Yield the candidates that a run takes after `candidate`, each when memory has run out with
-    the one before. (With shards torchrun starts the run again: --max-restarts.)"""
+    """Yield the candidates that a run falls back to, in order: the first one if memory runs out
+    with `candidate`, each further one if memory runs out with the one before it. (With shards,
+    torchrun restarts the run to change the policy: --max-restarts.)"""
     if (
         candidate
         and candidate.longest is None
@@ -227,15 +236,17 @@ def if_memory_runs_out(candidate: Candidate | None) -> Iterator[Candidate]:
 
 
 def with_length(args: argparse.Namespace, seq_len: int) -> argparse.Namespace:
-    """Return flags for sequences of `seq_len` tokens. Positions grow with it, unless they were
-    typed."""
+    """Return the flags with sequences of `seq_len` tokens.
+
+    `max_position_embeddings` becomes `seq_len`. If it was typed, or set by --model, it only grows.
+    """
     follows = "max_position_embeddings" not in args.typed and args.model is None
     positions = 0 if follows else args.max_position_embeddings
     return with_flags(args, seq_len=seq_len, max_position_embeddings=max(seq_len, positions))
 
 
 def longest_sequence(request: PlanRequest) -> int:
-    """Return the tokens of the longest sequence that fits with the margin; 0: none does."""
+    """Return the tokens of the longest sequence that fits with the margin; 0: no length fits."""
     args = request.args
 
     def peak(n: int) -> int:
@@ -243,7 +254,8 @@ def longest_sequence(request: PlanRequest) -> int:
 
     if request.state_bytes > request.usable_bytes:
         return 0
-    # With fused attention, memory depends on the number of tokens alone: guess by the batch.
+    # With fused attention, memory depends only on the number of tokens. So the guess divides the
+    # tokens of the largest batch by the number of sequences.
     guess = request.largest_batch * args.seq_len // (args.batch_size * STEP)
     typed = "max_position_embeddings" in args.typed
     max_n = (args.max_position_embeddings if typed else MAX_COUNT) // STEP
@@ -253,9 +265,10 @@ def longest_sequence(request: PlanRequest) -> int:
 def most_that_fit(
     peak: Callable[[int], int], nothing: int, budget: int, guess: int, most: int
 ) -> int:
-    """Return the largest n in 0 .. most with peak(n) <= budget. `nothing` is peak(0), and fits.
+    """Return the largest n in 0 .. most with peak(n) <= budget.
 
-    The peak grows with n, nearly along a straight line, so only a few n need to be simulated.
+    `nothing`: peak(0), which fits. `guess`: the n to try first. The peak grows almost linearly with
+    n, so only a few n need to be simulated.
     """
     low, high, tries = 0, most + 1, 0
     while high - low > 1:
@@ -264,17 +277,17 @@ def most_that_fit(
         low, high = (n, high) if peak_bytes <= budget else (low, n)
         guess = n * (budget - nothing) // max(peak_bytes - nothing, 1)
         tries += 1
-        if tries >= TRIES:  # the peak is not linear
+        if tries >= TRIES:  # the peak is not linear: bisect
             guess = (low + high) // 2 if high <= most else 2 * low
     return low
 
 
-# ---- All knobs
+# ---- The fastest settings (--all-knobs)
 
 
 def search_settings(request: PlanRequest) -> list[Candidate]:
     """Return the fastest candidate for each micro-batch size that divides the sequences of a step,
-    the fastest first; empty if none fits. (All of them are the same training: a step has the same
+    the fastest first; empty if none fits. (All candidates train the same: a step has the same
     sequences, and policies change no result.)"""
     typed_size = request.args.batch_size
     sequences = typed_size * request.args.grad_accum_steps
@@ -289,7 +302,7 @@ def search_settings(request: PlanRequest) -> list[Candidate]:
         candidates.append(
             candidate_of(request, **parts, use_activation_checkpoint=step.config.recompute)
         )
-        # From this size on all are slower, because they replay more.
+        # All larger sizes are slower, because they recompute more.
         if size >= typed_size and candidates[-1].cost > min(
             candidate.cost for candidate in candidates
         ):
@@ -298,7 +311,7 @@ def search_settings(request: PlanRequest) -> list[Candidate]:
 
 
 def format_settings(settings: list[Candidate]) -> str:
-    """Return the best few candidates in aligned columns, the first one marked."""
+    """Return the fastest few candidates in aligned columns; ">" marks the first one."""
     lines = [
         {
             " <": ">" * (candidate is settings[0]),
@@ -319,8 +332,8 @@ def format_settings(settings: list[Candidate]) -> str:
 
 
 def record_step(request: PlanRequest, taken: Candidate | None) -> StepRecord:
-    """Return the record of the step with the typed policy, else the recommended one, else without
-    recompute."""
+    """Return the record of a step with the typed policy, else with the recommended policy, else
+    without recompute."""
     policy = request.args.typed_policy
     if policy is None and taken:
         request, policy = taken.request, taken.name
@@ -328,8 +341,8 @@ def record_step(request: PlanRequest, taken: Candidate | None) -> StepRecord:
 
 
 def at_peak(record: StepRecord) -> list[dict[str, Any]]:
-    """Return the groups alive at the peak, as the JSON file has them, the largest first. The sum of
-    their bytes is exactly the peak."""
+    """Return the groups of storages that are alive at the peak, the largest first, in the form of
+    the JSON file. Their bytes add up to exactly the peak."""
     by_group = defaultdict[tuple[str, str], list[Storage]](list)
     for storage in record.at_peak:
         by_group[group_of(storage)].append(storage)
@@ -338,11 +351,11 @@ def at_peak(record: StepRecord) -> list[dict[str, Any]]:
 
 
 def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
-    """Describe storages that are equal except for their block, or, say, all weights; at least
-    one."""
+    """Describe a group: storages that are equal except for their block, or (for example) all
+    weights. The group has at least one storage."""
     first, n = storages[0], len(storages)
     equal = len({(storage.shape, storage.dtype) for storage in storages}) == 1
-    # The line that made most of the storages. A group of, say, all weights has none.
+    # The line that made most of the storages; none for a group such as all weights.
     line = "" if n > 1 and first.kind in ALIKE else mode(storage.line for storage in storages)
     return {
         "name": first.name if n == 1 else name,
@@ -369,8 +382,8 @@ def in_words(group: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def format_peak(record: StepRecord) -> str:
-    """Return the groups alive at the peak, in at most ten lines below a title with the peak's
-    place."""
+    """Return a table of the groups that are alive at the peak, of at most LINES rows. The title
+    above names the phase and block of the peak."""
     groups, peak = at_peak(record), record.step.peak
     shown = groups if len(groups) <= LINES else groups[: LINES - 1]
     rows = [(group["bytes"], *in_words(group)) for group in shown]
@@ -388,8 +401,8 @@ def format_peak(record: StepRecord) -> str:
 
 
 def align(lines: list[dict[str, str]]) -> str:
-    """Return lines (column name -> cell) as a table with a header. A column whose name ends in "<"
-    is flush left, in ">" flush right."""
+    """Return lines (column name -> cell) as a table with a header. "<" at the end of a column's
+    name aligns it left, ">" aligns it right."""
     columns = []
     for name in lines[0]:
         cells = [name[:-1], *(line[name] for line in lines)]
@@ -399,14 +412,14 @@ def align(lines: list[dict[str, str]]) -> str:
 
 
 def digits(n: int, x: float) -> str:
-    """Round to n digits: "54", "6.1", "358,000"."""
+    """Return x rounded to n significant digits, as text: "54", "6.1", "358,000"."""
     rounded = float(f"{x:.{n - 1}e}")
     return f"{rounded:,.{max(0, n - 1 - math.floor(math.log10(rounded)))}f}"
 
 
 def format_time(seconds: float) -> str:
-    """Return a time in two digits, as exact as an estimate is: "54 ms", "1.2 s", "25 min", "17 h",
-    "5.2 days"."""
+    """Return a time as text with two significant digits, because it is an estimate: "54 ms",
+    "1.2 s", "25 min", "17 h", "5.2 days"."""
     units = ((0.001, "ms", 1000), (1, "s", 90), (60, "min", 90), (3600, "h", 100))
     found = (unit for unit in units if seconds < unit[0] * unit[2])
     size, name, _ = next(found, (86400, "days", None))

@@ -1,18 +1,19 @@
-"""Draw training runs from their metrics.jsonl: the loss, and the speed.
+"""Draw the loss and the speed of training runs, from their metrics.jsonl files.
 
 python -m scripts.plot_metrics checkpoints/*.metrics.jsonl                      # out/metrics.png
 python -m scripts.plot_metrics a.metrics.jsonl b.metrics.jsonl --out curves.svg
 
-Single log lines are noisy. In a long run they are a thin line, and the thick line over it is their
-average over a twentieth of the run (--smooth 1: no thick line). Vertical lines mark where a run was
-resumed (dotted), or where memory ran out and the run went on with another recompute policy. The
-legend shows each run's peak memory. Needs matplotlib: pip install matplotlib
+The values of single log lines are noisy. So a long run has a thin line for all values, and a thick
+line for their moving average over a twentieth of the run. (--smooth 1: no average.) A dotted
+vertical line marks where a run was resumed. A solid line marks where memory ran out and the run
+went on with another recompute policy. The legend shows each run's peak memory. The command needs
+matplotlib: pip install matplotlib
 """
 
 import os
 import sys
 
-if not __package__:  # python scripts/plot_metrics.py: the others lie one folder up
+if not __package__:  # python scripts/plot_metrics.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
@@ -30,12 +31,12 @@ from trainer.flags import OneLineParser, UsageError, number_in_range, output_fil
 from trainer.metrics import format_bytes, read_metrics
 
 Records = list[dict[str, Any]]
-Runs = dict[str, Records]  # by name
+Runs = dict[str, Records]  # name of a run -> its records
 
-# Okabe and Ito's colours, most of which colour-blind readers can tell apart.
+# Okabe and Ito's colours: colour-blind readers can tell most of them apart.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
-LINES = ["-", "-.", ":"]  # of the first seven runs, the next seven, ...
-LONG = 30  # log lines; shorter runs are not smoothed
+LINES = ["-", "-.", ":"]  # line style of the first seven runs, of the next seven, ...
+LONG = 30  # log lines; shorter runs get no average
 PANELS = {  # title -> keys of the records for training and for validation
     "Loss in nats per token (dashed: validation)": ("train_loss", "val_loss"),
     "Speed in tokens per second": ("tokens_per_s", ""),
@@ -104,7 +105,7 @@ def draw_run(
         axis.plot(steps, values, **look, linewidth=0.6, alpha=0.35)
         values = np.convolve(values, np.full(window, 1 / window), "valid")
         steps = steps[(window - 1) // 2 :][: len(values)]
-    marker = "." if len(steps) == 1 else ""  # one point makes no line
+    marker = "." if len(steps) == 1 else ""  # a single point draws no line
     axis.plot(steps, values, **look, linewidth=1.5, marker=marker, label=label)
     dashed = look | {"linestyle": "--", "marker": "o", "markersize": 4}
     axis.plot(*points(records, validation), **dashed, linewidth=1)
@@ -124,10 +125,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("metrics", nargs="+", type=Path, metavar="FILE.metrics.jsonl")
     add("--out", type=output_file, default=Path("out/metrics.png"), metavar="FILE",
-        help="the picture; its ending says which format (default: %(default)s)")  # fmt: skip
+        help="file of the picture; its suffix sets the format (default: %(default)s)")  # fmt: skip
     add("--smooth", type=number_in_range(int, 1, 10**9), metavar="N",
-        help="log lines that the thick line averages, 1 = no such line (default: a twentieth of "
-        f"the run if it has {LONG} or more)")  # fmt: skip
+        help="number of log lines to average for the thick line, 1 = no thick line (default: a "
+        f"twentieth of the run if it has {LONG} log lines or more)")  # fmt: skip
     return parser.parse_args(argv)
 
 

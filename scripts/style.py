@@ -1,7 +1,8 @@
-"""The look of all pictures and of the page: colours, units, labels. `about`: the command, device,
-torch and date that stand next to figures and in JSON files.
+"""Colours, labels and sizes of all pictures and of the page; and the metadata of figures (`about`):
+the command, the device, the torch version and the date.
 
-Only load_pyplot imports matplotlib. If it is missing, the error is one line, not a traceback.
+Only load_pyplot imports matplotlib. If matplotlib is missing, the error is one line, not a
+traceback.
 """
 
 import json
@@ -26,9 +27,10 @@ POLICIES: dict[str, dict[str, Any]] = {
     "plain": {"recompute": "none", "loss_chunks": 1},  # as in most tutorials
     **{policy: {"recompute": policy} for policy in UNIFORM_POLICIES},
 }
-# The same order everywhere: from the bottom up, first the memory that is always there. The hues are
-# Okabe and Ito's, cold ones for the training state. Some are lighter or darker than theirs: else a
-# colour-blind reader takes the head for temporaries, and recomputed for activations.
+# Kinds of memory, in the order of every picture from the bottom up: first the memory that exists
+# during the whole step. The hues are Okabe and Ito's; the training state has the cold ones. Some
+# colours are lighter or darker than Okabe and Ito's. Otherwise a colour-blind reader would confuse
+# "head" with "temporaries", and "recomputed" with "activations".
 COLORS = {
     "parameters": "#0072B2",
     "optimizer": "#56B4E9",
@@ -63,14 +65,14 @@ def describe(request: PlanRequest, batch: str = "") -> str:
 
 
 def relative_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> float:
-    """Return the FLOPs of a step's matrix products, in units of those without recompute."""
+    """Return the FLOPs of a step's matrix products, relative to a step without recompute."""
     needed, replayed = flops_per_token(config, seq_len, compiled)
     return (needed + replayed) / needed
 
 
 def load_pyplot(program: str) -> Any:
-    """Return matplotlib.pyplot in our style, for drawing into files. Raises UsageError if it is
-    missing."""
+    """Return matplotlib.pyplot in this project's style, for drawing into files. Raises UsageError
+    if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
@@ -87,11 +89,11 @@ def load_pyplot(program: str) -> Any:
 
 
 def save_picture(figure: Any, file: Path, about: Mapping[str, str] | None = None) -> None:
-    """Write the picture. A PNG carries `about` in its metadata. matplotlib's own name is left out,
-    so the same numbers make the same file. Raises UsageError that names --out."""
+    """Write the picture. A PNG file has `about` in its metadata, but not matplotlib's version, so
+    that equal numbers give equal files. Raises UsageError that names --out."""
     metadata = {"Software": None, **(about or {})} if file.suffix == ".png" else None
     try:
-        file.parent.mkdir(exist_ok=True)  # (the default's folder)
+        file.parent.mkdir(exist_ok=True)  # (makes out/ for the default)
         figure.savefig(file, metadata=metadata)
     except (OSError, ValueError) as error:  # ValueError: the suffix is no picture format
         raise UsageError(f"--out {file}: {error}") from None
@@ -110,7 +112,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def about(module: str, argv: list[str], device: torch.device | None = None) -> dict[str, Any]:
-    """Return the metadata of a figure; the device only if it matters."""
+    """Return the metadata of a figure; it names the device only if `device` is given."""
     command = {"command": shlex.join(["python", "-m", module, *argv])}
     hardware = {"device": describe_device(device)} if device else {}
     return command | hardware | {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}

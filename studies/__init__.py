@@ -1,12 +1,12 @@
 """Make the numbers and pictures of our documents: `python -m studies.NAME`.
 
-command            the question that it answers                                    takes
-tables             which policy costs what, which card trains what, what is long?  15 minutes
-block_picture      what does each policy keep of a block? (a picture)              seconds
-gpu                what does this project do on a GPU?                             an hour
-calculator_tables  which shapes and cards does docs/calculator.js know?            a second
+command            the question that it answers                                         takes
+tables             what do policies cost, what fits a card, how long may sequences be?  15 minutes
+block_picture      what does each policy keep of a block? (a picture)                   seconds
+gpu                how much time and memory does a step take on a GPU?                  an hour
+calculator_tables  which shapes and cards does docs/calculator.js have?                 a second
 
-README.md has the command of each file in results/, also of files that no study here makes.
+README.md has the command for each file in results/, also for files that other programs make.
 """
 
-import scripts  # noqa: F401  (it handles Ctrl-C and `| head`)
+import scripts  # noqa: F401  (scripts/__init__.py handles Ctrl-C and `| head`)

@@ -1,11 +1,12 @@
-"""One transformer block, tensor by tensor: kept, replayed or not needed, under each policy.
+"""Show every tensor of a transformer block under each policy: kept, recomputed or not needed.
 
 python -m studies.block_picture                 # as a table
 python -m studies.block_picture --out FILE      # and as a picture: needs matplotlib
 
-This file states only the names of the tensors. The planner simulates a step with each policy.
-Tensors that the block still holds when backward begins are kept. Tensors that it makes again in
-backward are replayed. The block is GPT-2 small's, in bfloat16 autocast without dropout.
+This file states only the names of the tensors. The rest comes from the planner, which simulates a
+step with each policy. A tensor that still exists when backward begins is *kept*. A tensor that
+backward makes again is *recomputed*. The block is that of GPT-2 small, in bfloat16 autocast without
+dropout.
 """
 
 import re
@@ -25,11 +26,12 @@ from trainer.flags import output_file
 
 BATCH_SIZE, SEQ_LEN = 2, 1024
 FLAGS = f"--model gpt2 --batch-size {BATCH_SIZE} --dropout 0 --device cpu --amp-dtype bfloat16"
-BTC = BATCH_SIZE * SEQ_LEN * 768  # bytes of a (B, T, C) tensor with one byte each
-BLOCK = 1  # index of a block, of twelve, with a block on each side
-RESULT = "x + feed_forward"  # the input: the output of the block before
-# Name of a block's tensor in planner/record.py, without the block's number -> its name here. Under
-# autocast a linear layer gets its own bfloat16 copy of LayerNorm's result, so the copy is kept.
+BTC = BATCH_SIZE * SEQ_LEN * 768  # bytes of a (B, T, C) tensor, at one byte per element
+BLOCK = 1  # index of the block to show; it has a block before it and blocks after it
+RESULT = "x + feed_forward"  # a block's output, which is the next block's input
+# Name of a block's tensor in planner/record.py, without the block's number -> name in the picture.
+# Under autocast a linear layer reads a bfloat16 copy of LayerNorm's result. So backward needs the
+# copy and not the result.
 NAMES = {
     RESULT: "x, the block's input",
     "ln_1: mean": "ln_1's mean, deviation",
@@ -50,25 +52,25 @@ NAMES = {
 
 
 class BlockTensor(NamedTuple):
-    """All tensors of one kind that a block makes, with one policy."""
+    """The tensors of a block that have one name in the picture, under one policy."""
 
     name: str
-    bytes: int  # of all tensors of this kind
+    bytes: int  # of these tensors together
     state: str  # a key of LOOKS
 
 
-Blocks = dict[str, list[BlockTensor]]  # of each policy
+Blocks = dict[str, list[BlockTensor]]  # policy -> tensors of the block
 
 
 def name_of(storage: Storage) -> str | None:
-    """Return the name here; None for a storage of another block, a copy of a weight, or a tensor
-    that no policy keeps."""
+    """Return a storage's name in the picture; None for a storage of another block, a copy of a
+    weight, or a tensor that no policy keeps."""
     name = re.sub(r"\bblocks\.\d+(\.|: )", "", storage.name)
     return NAMES.get(name) if storage.block == BLOCK - (name == RESULT) else None
 
 
 def look(policy: str) -> list[BlockTensor]:
-    """Return the tensors that one block makes in a training step with that policy, in the order of
+    """Return the tensors that one block makes in a training step with this policy, in the order of
     forward."""
     record = plan(FLAGS).request.planner.record(BATCH_SIZE, recompute=policy)
     backward = record.step.phase_slice("backward").start
@@ -89,12 +91,12 @@ def look(policy: str) -> list[BlockTensor]:
 
 
 def kept_btc(tensors: list[BlockTensor]) -> float:
-    """Return the BTC that the block keeps for backward."""
+    """Return the bytes that the block keeps for backward, in BTC (units of B x T x C)."""
     return sum(tensor.bytes for tensor in tensors if tensor.state == "#") / BTC
 
 
 def step_cost(policy: str) -> float:
-    """Return the FLOPs of a whole step of GPT-2 small, in units of a step without recompute."""
+    """Return the FLOPs of a whole step of GPT-2 small, relative to a step without recompute."""
     return relative_flops(replace(plan(FLAGS).request.config, recompute=policy), SEQ_LEN)
 
 
@@ -109,18 +111,18 @@ def sums(blocks: Blocks) -> dict[str, list[str]]:
 ORANGE, RED, GREY = COLORS["activations"], COLORS["recomputed"], "#999999"
 LOOKS: dict[str, tuple[str, dict[str, str]]] = {  # state -> (its description, how it is drawn)
     "#": ("kept from forward to backward", {"facecolor": ORANGE, "edgecolor": ORANGE, "hatch": ""}),
-    "/": ("replayed in backward: cheap", {"facecolor": "w", "edgecolor": RED, "hatch": "//"}),
+    "/": ("recomputed in backward: cheap", {"facecolor": "w", "edgecolor": RED, "hatch": "//"}),
     "X": (
-        "replayed: a matmul, or attention",
+        "recomputed: a matmul, or attention",
         {"facecolor": "w", "edgecolor": RED, "hatch": "xxxx"},
     ),
-    ".": ("neither: backward does without", {"facecolor": "w", "edgecolor": GREY, "hatch": ""}),
+    ".": ("neither: backward does not need it", {"facecolor": "w", "edgecolor": GREY, "hatch": ""}),
 }
-THIN = 0.9  # BTC; thinner tensors are drawn as high as this, to fit their names
+THIN = 0.9  # BTC; a thinner tensor is drawn with this height, so that its name fits
 
 
 def text_table(blocks: Blocks) -> str:
-    """Return the picture as text. The picture carries this text in its metadata."""
+    """Return the picture as a text table. The PNG file has this text in its metadata."""
     rows = [
         [row[0].name, f"{row[0].bytes / BTC:.1g}", *(tensor.state for tensor in row)]
         for row in zip(*blocks.values(), strict=True)
@@ -131,8 +133,8 @@ def text_table(blocks: Blocks) -> str:
 
 
 def draw(plt: Any, blocks: Blocks) -> Any:
-    """Draw one block per policy, side by side. Heights are bytes. Forward goes down, backward
-    up."""
+    """Draw one column per policy. The height of a box is its bytes. Forward runs from top to
+    bottom, backward from bottom to top."""
     figure, axis = plt.subplots(figsize=(WIDTH, 7.6))
     columns, labels, top = range(len(blocks)), dict[float, str](), 0.0
     for row in zip(*blocks.values(), strict=True):
@@ -155,9 +157,9 @@ def draw(plt: Any, blocks: Blocks) -> Any:
     handles = [plt.Rectangle((0, 0), 1, 1, label=words, **look) for words, look in LOOKS.values()]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
     figure.suptitle(
-        "What a transformer block makes, and what becomes of it until backward\n"
-        "GPT-2 small, bfloat16 autocast. A box is as high as it has bytes, in units of\n"
-        "B x T x C (BTC), as the number beside it; thin ones are drawn thicker"
+        "The tensors of a transformer block: kept for backward, recomputed, or neither\n"
+        "GPT-2 small, bfloat16 autocast. The height of a box is its bytes, in units of\n"
+        "B x T x C (BTC): the number beside it. Thin boxes are drawn thicker"
     )
     return figure
 
@@ -165,7 +167,7 @@ def draw(plt: Any, blocks: Blocks) -> Any:
 @cli_main
 def main(argv: list[str]) -> None:
     parser = study_parser("studies.block_picture", __doc__)
-    parser.add_argument("--out", type=output_file, metavar="FILE", help="draw the picture there")
+    parser.add_argument("--out", type=output_file, metavar="FILE", help="file of the picture")
     args = parser.parse_args(argv)
     plt = load_pyplot("--out") if args.out else None
     blocks = {policy: look(policy) for policy in RECOMPUTE_POLICIES}

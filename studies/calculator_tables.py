@@ -1,6 +1,6 @@
 """Write the tables of docs/calculator.js: python -m studies.calculator_tables
 
-The tables copy constants of this project. Run this again when one of them has changed.
+The tables are copies of constants in this project. Run this again after a constant has changed.
 """
 
 import json

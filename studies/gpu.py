@@ -1,14 +1,14 @@
-"""Measure this project on a GPU. Each result is written to a file of lines as soon as it exists.
+"""Measure this project on a GPU. Each result is written to a JSON Lines file at once.
 
     python -m studies.gpu                              # an hour at most
     python -m studies.gpu --only head
     python -m studies.gpu --only rescue                # steps that run out of memory
-    python -m studies.gpu --peer                       # beside transformers' GPT-2
-    python -m studies.gpu --dry-run                    # all of it tiny, on the CPU: does it run?
+    python -m studies.gpu --peer                       # also transformers' GPT-2
+    python -m studies.gpu --dry-run                    # tiny sizes on the CPU, to test this command
 
 A machine with a GPU may be lost at any moment. So each result is on the disk (OUT/gpu.jsonl) before
 the next measurement begins, and each result updates the tables (OUT/gpu.md). Run the command again
-to measure what is missing. Measurements that failed, or ended the process, then come last.
+to measure what is missing. Measurements that failed before, or ended the process, then run last.
 
 `python -m pytest -m gpu` tests that a GPU computes the right results.
 """
@@ -52,14 +52,14 @@ from trainer.run import Run, is_out_of_memory
 Values = dict[str, Any]
 Records = dict[tuple[str, str], Values]  # (section, name) -> {"values": ...} or {"error": ...}
 Jobs = Iterator[tuple[str, Callable[[], Values]]]
-REAL = "--model gpt2 --device cuda --dropout 0"  # 1,024 tokens a sequence
+REAL = "--model gpt2 --device cuda --dropout 0"  # 1,024 tokens per sequence
 DRY = (
     "--n-layers 2 --n-heads 2 --d-model 16 --seq-len 16 --batch-size 2 --use-toy-data "
     "--vocab-size 64 --device cpu --amp-dtype bfloat16"
 )
 SETTINGS = "--grad-accum-steps 2", "--dropout 0.1", "--model gpt2-medium", "--model gpt2-xl"
 MIB = 2**20
-# Column here -> key of a benchmark row, and its factor to the unit here
+# Column of the report -> (key of a benchmark row, factor from the row's unit to the column's)
 COLUMNS = {
     "ms": ("step_s", 1000.0),
     "predicted ms": ("predicted_s", 1000.0),
@@ -73,10 +73,10 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Bench:
-    """Device and sizes of the measurements. `dry`: everything small, on the CPU."""
+    """Device and sizes of the measurements. `dry`: small sizes on the CPU."""
 
     dry: bool = False
-    peers: Mapping[str, ModelFactory] = field(default_factory=dict)  # other libraries' GPT-2
+    peers: Mapping[str, ModelFactory] = field(default_factory=dict)  # GPT-2 of other libraries
 
     @property
     def device(self) -> torch.device:
@@ -86,15 +86,15 @@ class Bench:
         return dry if self.dry else real
 
     def args(self, flags: str = "", policy: str = "none") -> argparse.Namespace:
-        """Return the benchmark's flags: GPT-2 small, or a tiny model, and `flags` in addition."""
+        """Return the benchmark's arguments: GPT-2 small (dry: a tiny model), with `flags` added."""
         words = f"{self.pick(REAL, DRY)} --steps {self.pick(10, 2)} {flags}".split()
         args = benchmark.build_parser().parse_args(words)
         benchmark.check(args)
         return benchmark.with_policy(args, policy)
 
     def ask(self, args: argparse.Namespace) -> PlanRequest:
-        """Make the planner's request. A dry run takes the clock of any card, because it compares no
-        times."""
+        """Return the plan request. A dry run predicts times for an arbitrary card, because it
+        compares no times."""
         return benchmark.ask(with_flags(args, card=self.pick(None, "H100 PCIe")))
 
 
@@ -102,15 +102,15 @@ class Bench:
 
 
 def head(bench: Bench) -> Jobs:
-    """Measure forward and backward of the head: with the number of chunks that it chooses (0), with
-    a fixed number, and as plain cross-entropy (1)."""
-    all_chunks = bench.pick((0, 4, 8, 16, 32, 99, 1), (0, 2, 1))  # (1 may not fit)
+    """Measure forward and backward of the head: with the number of chunks that the head chooses
+    (0), with a fixed number, and with plain cross-entropy (1)."""
+    all_chunks = bench.pick((0, 4, 8, 16, 32, 99, 1), (0, 2, 1))  # (one chunk may not fit)
     for dtype, chunks in product((torch.bfloat16, torch.float16), all_chunks):
         yield f"{dtype}, {chunks} chunks", partial(time_head, bench, dtype, chunks)
 
 
 def time_head(bench: Bench, dtype: torch.dtype, chunks: int) -> Values:
-    """Measure the head. `MiB`: the peak, less the memory that is in use before. (0 on a CPU.)"""
+    """Measure the head. `MiB`: the peak minus the memory in use before the step; 0 on a CPU."""
     args, N = bench.args(), bench.pick(16 * 1024, 32)
     V, C, make = args.vocab_size, args.d_model, partial(torch.randn, device=bench.device)
     x, weight = make(1, N, C).requires_grad_(), (0.02 * make(V, C)).requires_grad_()
@@ -141,8 +141,9 @@ def time_head(bench: Bench, dtype: torch.dtype, chunks: int) -> Values:
 
 
 def steps(bench: Bench) -> Jobs:
-    """Measure steps as `python -m scripts.benchmark` does, in turns, so that a drifting clock
-    affects all rows. A row: a policy or a peer, and the flags."""
+    """Measure steps as `python -m scripts.benchmark` does. A row is a policy, or another library's
+    model, with some flags. All rows are measured in turns, so that a drift of the GPU's clock
+    affects all of them alike."""
     eager = bench.pick("--batch-size 16", "--batch-size 2")
     compiled = f"{eager} --compile"
     sizes = bench.pick(["--batch-size 2", eager], [eager])
@@ -158,7 +159,8 @@ def steps(bench: Bench) -> Jobs:
 
 
 def measure_step(bench: Bench, name: str, flags: str) -> Values:
-    """Measure as the benchmark does, but in this process. There is no prediction for a peer."""
+    """Measure one step as the benchmark does, but in this process. A peer (another library's model)
+    gets no prediction."""
     peer = bench.peers.get(name)
     args = bench.args(flags, "none" if peer else name)
     row = benchmark.make_row(bench.ask(args), benchmark.measure(args, peer or MiniGPT))
@@ -169,7 +171,7 @@ def measure_step(bench: Bench, name: str, flags: str) -> Values:
 
 
 class Transformers(nn.Module):
-    """Hugging Face's GPT-2 of the same shape, called as ours is: (ids, labels) -> loss."""
+    """Hugging Face's GPT-2 of the same shape, called like MiniGPT: (ids, labels) -> loss."""
 
     def __init__(self, config: MiniGPTConfig):
         super().__init__()
@@ -177,18 +179,19 @@ class Transformers(nn.Module):
         self.gpt2 = library.GPT2LMHeadModel(
             library.GPT2Config(
                 **their_sizes(config),
-                # The same function as the default, gelu_new. The default runs an operator for each
-                # step of the formula and takes more time and memory: measure the peer at its best.
+                # The default, gelu_new, computes the same function. But it runs one operator per
+                # step of the formula, which takes more time and memory. So set the faster form.
                 activation_function="gelu_pytorch_tanh",
                 attn_implementation="sdpa",
                 use_cache=False,
-                bos_token_id=None,  # (50256 may not be in the vocabulary)
+                bos_token_id=None,  # (the default, 50256, may exceed the vocabulary)
                 eos_token_id=None,
             )
         )
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        # With `labels` alone the library shifts them, and predicts one token a sequence fewer.
+        # With `labels` alone, the library would shift the labels itself and lose one token per
+        # sequence.
         return self.gpt2(ids, labels=labels, shift_labels=labels).loss
 
 
@@ -197,11 +200,11 @@ class Transformers(nn.Module):
 
 @contextmanager
 def shortage(bench: Bench, step: int, free_bytes: int, in_holes: bool) -> Iterator[list[int]]:
-    """From this step on, hold 1 GiB and leave `free_bytes` of the device to everything else. If
-    `in_holes`, half of that GiB is free again, in holes of 2 MiB. (On a CPU the first attempt of
-    the step fails after its backward.)
+    """From step number `step` on, hold 1 GiB and leave `free_bytes` of the GPU to everything else.
 
-    Yields a list that gets the bytes in use when each attempt of the step begins (0 on a CPU).
+    With `in_holes`, half of that GiB is freed again, in holes of 2 MiB. (On a CPU nothing is held;
+    the first attempt of the step fails after its backward.) Yields a list, to which each attempt of
+    the step adds the bytes in use when it begins (0 on a CPU).
     """
     real, begun, held = train_minimal.accumulate, list[int](), list[Tensor]()
 
@@ -230,16 +233,16 @@ def shortage(bench: Bench, step: int, free_bytes: int, in_holes: bool) -> Iterat
 
 
 def rescue(bench: Bench) -> Jobs:
-    """Take memory away in the middle of training: the step is done again with a deeper policy.
-    `ms`: all of that step, with the plans. `MiB left`: memory that its failed attempts left
-    behind."""
+    """Take memory away in the middle of training: the step fails, and is repeated with a policy
+    that needs less memory. `ms`: time of that step, with all attempts and plans. `MiB left`: memory
+    that the failed attempts did not free."""
     for policy, how in product(("none", "cheap"), ("", ", in holes")):
         yield f"{policy}{how}", partial(rescued_step, bench, policy, bool(how))
 
 
 def rescued_step(bench: Bench, policy: str, in_holes: bool) -> Values:
-    """Measure steps of 12 sequences (2 on a CPU) with free memory halfway between the peak of the
-    policy and that of full."""
+    """Measure steps of 12 sequences (2 on a CPU). `shortage` leaves memory for a peak halfway
+    between the peak of `policy` and the peak of full."""
     args = bench.args(f"--batch-size {bench.pick(12, 2)}", policy)
     request = bench.ask(args)
     peaks = [
@@ -269,7 +272,8 @@ SECTIONS: dict[str, Callable[[Bench], Jobs]] = {"head": head, "steps": steps, "r
 
 
 def read(file: Path) -> tuple[Values, Records]:
-    """Return the metadata of the machine, and the measurements; of each, the last line counts."""
+    """Return the metadata of the machine, and the measurements. If the file has several lines for
+    one measurement, the last line counts."""
     lines = read_metrics(file)  # (read_metrics leaves out a line that a crash cut short)
     metadata = [line for line in lines if "section" not in line] or [{}]
     return metadata[-1], {
@@ -285,22 +289,22 @@ def append(file: Path, record: Values) -> None:
 
 
 def measure(bench: Bench, sections: list[str], file: Path) -> None:
-    """Measure everything that has no values in the file; measurements that were begun before come
-    last. (After a CUDA error all others fail, too: run the command again.)"""
+    """Run each measurement that has no values in the file. Measurements that an earlier run began
+    come last. (After a CUDA error all later ones fail, too: run the command again.)"""
     _, before = read(file)
     jobs = {(part, name): job for part in sections for name, job in SECTIONS[part](bench)}
-    gc.freeze()  # objects that exist now are not searched again
+    gc.freeze()  # later collections skip the objects that exist now
     missing = [key for key in jobs if "values" not in before.get(key, {})]
     for section, name in sorted(missing, key=lambda key: key in before):
         record: Values = {"section": section, "name": name}
-        append(file, record | {"error": "it ended the process"})  # counts if no other line follows
+        append(file, record | {"error": "it ended the process"})  # counts if it stays the last line
         gc.collect()
         torch._dynamo.reset()  # compile each policy separately
         torch.cuda.empty_cache()
         try:
             record["values"] = jobs[section, name]()
         except Exception as error:
-            if is_out_of_memory(error):  # a result like any other
+            if is_out_of_memory(error):  # this is a result like any other
                 record["values"] = {"out of memory": "yes"}
             else:
                 record["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:500]
@@ -310,8 +314,9 @@ def measure(bench: Bench, sections: list[str], file: Path) -> None:
 
 
 def merge_turns(turns: list[Values]) -> Values:
-    """Return the median of each value, and the spread of the times (maximum less minimum), without
-    values that are None. (A turn that failed or ran out of memory has no other values.)"""
+    """Return the median of each value over the turns, and the spread of the times (maximum minus
+    minimum). Values that are None are left out. (A turn that failed or ran out of memory has no
+    other values.)"""
     keys = dict.fromkeys(chain(*turns))
     found = {key: [turn[key] for turn in turns if turn.get(key) is not None] for key in keys}
     merged = {key: statistics.median_low(values) for key, values in found.items() if values}
@@ -349,7 +354,7 @@ def main(argv: list[str]) -> None:
         help=f"some of: {' '.join(SECTIONS)} (default: all)")  # fmt: skip
     add("--out", type=Path, metavar="FOLDER", help="(default: out/gpu, or out/gpu_dry)")
     add("--peer", action="store_true", help="also transformers' GPT-2 (pip install transformers)")
-    add("--dry-run", action="store_true", help="all of it small, on the CPU")
+    add("--dry-run", action="store_true", help="small sizes on the CPU, to test this command")
     args = parser.parse_args(argv)
     if not args.dry_run and not torch.cuda.is_available():
         raise UsageError(f"torch {torch.__version__} finds no GPU here; --dry-run needs none")
@@ -363,7 +368,7 @@ def main(argv: list[str]) -> None:
     if len({*machines}) > 1:
         raise UsageError(f"--out {file.parent} has results of {machines}: name another folder")
     append(file, now)
-    # A dry run does not compile, which takes minutes.
+    # A dry run does not compile, because compiling takes minutes.
     with torch.compiler.set_stance("force_eager" if bench.dry else "default"):
         measure(bench, args.only, file)
     print(f"tables: {file.with_suffix('.md')}, raw: {file}")

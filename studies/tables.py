@@ -4,8 +4,8 @@ python -m studies.tables ladder    # what each policy costs: docs/ladder.md, REA
 python -m studies.tables cards     # which card trains what: docs/planning.md; 3 minutes
 python -m studies.tables long      # how long a sequence may be: docs/long.md; 15 minutes
 
-Every figure is the result of `python -m scripts.plan_memory` for the flags in this file, in
-bfloat16 (float16 where that is faster), without dropout.
+Every figure is the result of `python -m scripts.plan_memory` for the flags in this file. Dropout is
+0. The precision is bfloat16, or float16 on cards that compute faster in float16.
 """
 
 import sys
@@ -38,11 +38,11 @@ from trainer.flags import SHAPES, output_file
 from trainer.metrics import format_bytes
 
 Rows = list[dict[str, Any]]
-MADE = defaultdict[tuple, dict](dict)  # simulated steps, shared per device and precision
+MADE = defaultdict[tuple, dict](dict)  # (device, precision) -> cache of simulated steps
 
 
 def plan(flags: str, policy: str = "none", clock: str = "") -> Candidate:
-    """Return one row of plan_memory. `clock`: a card that predicts the time, whatever --card is."""
+    """Return one row of plan_memory. `clock`: card to predict the time for; "": that of --card."""
     request, _ = parse_request(flags.split())
     card, made = CARDS.get(clock, request.card), MADE[request.device.type, request.precision]
     request = replace(request, card=card, planner_cache=made)
@@ -56,8 +56,8 @@ PEAKS = {
     "124M, B=12": "--model gpt2 --batch-size 12",
     "1.5B, B=4": "--model gpt2-xl --batch-size 4",
 }
-CLOCKS = "H100", "RTX 4090"  # cards for the times, which are of the second shape in PEAKS
-WAYS = {  # name of a row -> policy, --loss-chunks
+CLOCKS = "H100", "RTX 4090"  # cards to predict times for, of the second shape in PEAKS
+WAYS = {  # name of a row -> (policy, --loss-chunks)
     "plain": ("none", 1),
     "full, head at once": ("full", 1),
     **{rung: (rung, 0) for rung in UNIFORM_POLICIES},
@@ -78,7 +78,7 @@ def ladder_row(name: str) -> dict[str, Any]:
 
 
 def format_ladder(rows: Rows) -> str:
-    """Return the Markdown table: peaks in MiB, times in units of the one without recompute."""
+    """Return the Markdown table: peaks in MiB, times relative to the time without recompute."""
     (none,) = (row["seconds"] for row in rows if row["name"] == "none")
     cells = (
         [
@@ -93,14 +93,15 @@ def format_ladder(rows: Rows) -> str:
 
 # ---- Which card trains what
 
-# The documents' table has one or two cards for each size of memory, and leaves these out. (It also
-# leaves out Apple's: each chip is sold with several sizes. plan_memory tells what fits in one.)
+# Cards that the documents' table leaves out: it has one or two cards for each size of memory. (It
+# also leaves out Apple's chips, because each is sold with several sizes of memory; plan_memory
+# shows what fits.)
 BESIDE = (
     "RTX 3070|RTX 3080 10GB|RTX 4060|RTX 4080|RTX 5080|RTX A6000|RTX 6000 Ada|V100 16GB|V100 32GB"
 ).split("|")
 SHOWN = [name for name in CARDS if device_type(CARDS[name]) == "cuda" and name not in BESIDE]
-SPENT = (("none", 1), ("none", 0), ("full", 0))  # policy, --loss-chunks
-STEP = "--batch-size 16 --grad-accum-steps 32"  # half a million tokens, as GPT-3 had
+SPENT = (("none", 1), ("none", 0), ("full", 0))  # (policy, --loss-chunks) of three batch sizes
+STEP = "--batch-size 16 --grad-accum-steps 32"  # half a million tokens per step, as for GPT-3
 SETTING = (
     "model name batch_size grad_accum_steps seq_len flags peak_bytes seconds tokens_per_s".split()
 )
@@ -108,7 +109,7 @@ SETTING = (
 
 def card_row(name: str) -> dict[str, Any]:
     """Return a row: the largest micro-batch of each model (0: not one sequence fits), and the
-    fastest way to run a step of the largest model that trains on that card."""
+    fastest settings for the largest model that trains on this card."""
     flags = {model: f"--card {name.replace(' ', '-')} --model {model}" for model in SHAPES}
     batches = {
         model: [
@@ -132,8 +133,8 @@ def card_row(name: str) -> dict[str, Any]:
 
 def format_cards(rows: Rows) -> str:
     """Return two Markdown tables: rows like "| RTX 3060 12GB | `gpt2-medium` | 4 x 128 | none |
-    ...", then rows like "| RTX 3060 12GB | 9 / 26 / 128 | ...". In the second one, cards with equal
-    figures share a row."""
+    ...", then rows like "| RTX 3060 12GB | 9 / 26 / 128 | ...". In the second table, cards with
+    equal figures share a row."""
     fastest = (
         [
             row["card"],
@@ -159,10 +160,10 @@ def format_cards(rows: Rows) -> str:
 
 # ---- How long a sequence may be
 
-# Model -> the card whose clock predicts the time; its memory (all of it, for round figures); the
-# number of blocks in a group (near sqrt(n_layers))
+# Model -> (card to predict the time for, memory budget, blocks per nested group). The budget is the
+# card's nominal memory, a round figure. The group size is near sqrt(n_layers).
 LENGTHS = {"gpt2": ("RTX 4090", "24GiB", 4), "gpt2-xl": ("A100", "80GiB", 7)}
-KNOBS = (  # policy, --mlp-chunks, processes of train_sp.py
+KNOBS = (  # (policy, --mlp-chunks, processes of train_sp.py)
     ("none", 1, 1),
     *product(("sdpa", "full", "full/K+nested", "full+offload"), (1, 0), (1,)),
     *product(("full",), (1,), (2, 4, 8)),
@@ -170,7 +171,8 @@ KNOBS = (  # policy, --mlp-chunks, processes of train_sp.py
 
 
 def length_row(way: tuple[tuple[str, int, int], str]) -> dict[str, Any]:
-    """Return a row: the longest sequence for a way to run and a model, and the cost of its step."""
+    """Return a row: the longest sequence, and the cost of its step. `way`: (an entry of KNOBS, a
+    model)."""
     (policy, mlp_chunks, processes), model = way
     clock, budget, group = LENGTHS[model]
     flags = f"--model {model} --device cuda --memory-budget {budget} --batch-size 1 --dropout 0 "
@@ -192,7 +194,7 @@ def length_row(way: tuple[tuple[str, int, int], str]) -> dict[str, Any]:
 
 
 def format_long(rows: Rows) -> str:
-    """Return the Markdown table: a row for each way to run, the models side by side."""
+    """Return the Markdown table: a row for each entry of KNOBS, the models side by side."""
     lines = defaultdict[str, list[str]](list)
     for row in rows:
         chunks = ", chunks" * (row["mlp_chunks"] != 1)
@@ -208,7 +210,7 @@ def format_long(rows: Rows) -> str:
 
 TABLES: dict[
     str, tuple[Callable, Callable[[Rows], str], list]
-] = {  # (makes a row, formats rows, keys of rows)
+] = {  # table -> (makes the row of a key, formats all rows, keys)
     "ladder": (ladder_row, format_ladder, [*WAYS]),
     "cards": (card_row, format_cards, SHOWN),
     "long": (length_row, format_long, [*product(KNOBS, LENGTHS)]),

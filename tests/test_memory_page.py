@@ -145,9 +145,9 @@ def test_the_page_reads_the_steps_as_they_were(page, made):
                 "born": storage.born,
             }
             assert (f"(operator {storage.born:,})" in comes) == (storage.born > 0)
-            assert not storage.replayed or "replay" in comes
+            assert not storage.replayed or "recomputation" in comes
             if storage.died == math.inf:
-                assert goes == "stays for the next step"
+                assert goes == "no, stays for the next step"
             else:
                 assert goes == "at once" or f"(operator {int(storage.died):,})" in goes
         for at, groups in step["lists"]:
@@ -343,4 +343,4 @@ def test_what_is_left_out_of_the_picture_is_said(monkeypatch, chunks, said):
     about = memory_page.page_data(args)["about"]
     assert about.endswith("three of the head's 128 chunks") == said
     assert (", one of 3 micro-batches of 4 x 64 tokens, " in about) == said
-    assert ("where tensors may take " in about) == said != ("no budget given" in about)
+    assert (", tensors may take " in about) == said != ("no budget given" in about)

@@ -182,7 +182,7 @@ def test_a_gpu_that_is_not_here_and_no_card():
         assert row["fits"] is row["largest_batch"] is row["seconds"] is None
     assert answer.json["takes"] is answer.json["budget_bytes"] is answer.json["card"] is None
     assert "no cuda here and no --memory-budget" in answer.out
-    assert "--memory-budget 8GiB, say, tells what fits" in answer.out and "\nrun " not in answer.out
+    assert "--memory-budget 8GiB, for example, shows" in answer.out and "\nrun " not in answer.out
     assert answer.json["run"] == {"tokens": 10**6, "steps": 489, "seconds": None}
 
 

@@ -71,7 +71,7 @@ def test_tools_start_by_their_path_too(tmp_path):
         before, _, after = code.partition("import os\nimport sys\n")
         assert before.count('"""') == 2 and "import " not in before.rpartition('"""')[2], tool
         assert after.startswith(f"""
-if not __package__:  # python scripts/{tool}.py: the others lie one folder up
+if not __package__:  # python scripts/{tool}.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 """), tool

@@ -1,7 +1,7 @@
-// The picture: layers, and what is drawn over them.
+// Draws the picture: the layers of memory, and the lines and labels over them.
 
-const CHANGE_MS = 350; // a policy's mountain turns into the next one's
-const THIN = 5; // pixels: lower storages get no line of their own
+const CHANGE_MS = 350; // duration of the change from one policy's picture to the next
+const THIN = 5; // pixels: a storage less high than this gets no line
 
 class Chart extends Frame {
   constructor(canvas, steps, kinds) {
@@ -47,7 +47,7 @@ class Chart extends Frame {
     this.zoom(x - (x - this.view[0]) * factor, x + (this.view[1] - x) * factor);
   }
 
-  // (kinds) arrays of bytes, a column each.
+  // Returns an array for each kind: the bytes in each column of pixels.
   stackHeights() {
     return this.step.ofKind.slice(0, this.kinds.length).map((bytes) =>
       Float64Array.from(this.columns, (at) => (at < 0 ? 0 : bytes[at])));
@@ -88,7 +88,7 @@ class Chart extends Frame {
     const [unit, size] = unitOf(top);
     const rough = (top - bottom) / size / 6, power = 10 ** Math.floor(Math.log10(rough));
     const tick = [1, 2, 5, 10].find((n) => n * power >= rough) * power;
-    this.snap = tick * size / 20; // of a budget that is dragged
+    this.snap = tick * size / 20; // bytes: a dragged budget is a multiple of this
     c.textAlign = "right";
     c.textBaseline = "middle";
     for (let n = Math.ceil(bottom / size / tick); n * tick * size < top; n++) {
@@ -114,7 +114,7 @@ class Chart extends Frame {
       c.fillStyle = this.kinds[k][1];
       c.beginPath();
       for (let i = 0; i < f.width; ) {
-        // Columns of one height are one rectangle.
+        // Neighbouring columns of equal height are drawn as one rectangle.
         let end = i + 1;
         while (end < f.width && row[end] === row[i] && below[end] === below[i]) end++;
         if (row[i] > 0) {
@@ -136,7 +136,8 @@ class Chart extends Frame {
     c.clip();
   }
 
-  // Calls visit(storage, first column, last column, bytes below it in each column) bottom up.
+  // Calls visit(storage, first column, last column, bytes below the storage in each column) for
+  // each storage, bottom up, and stops when visit returns false.
   eachStorage(visit) {
     const step = this.step, columns = this.columns, below = new Float64Array(columns.length);
     const shown = columns.findIndex((at) => at < 0);
@@ -150,16 +151,17 @@ class Chart extends Frame {
     }
   }
 
-  // A line on each storage that is high enough; a stronger one where another block begins.
+  // Draws a line under each storage that is high enough, and a stronger line under the first
+  // storage of another block.
   drawEdges() {
     const {context: c, frame: f} = this;
     const least = THIN * (this.range[1] - this.range[0]) / f.height;
     const thin = new Path2D(), strong = new Path2D();
-    // Where a block's layers together are that high, in each kind.
+    // For each kind: are all storages of one block together high enough?
     const blocks = new Set(this.step.block).size;
     const isHigh = this.step.ofKind.map((bytes) =>
       bytes.reduce((a, b) => Math.max(a, b), 0) / blocks > 1.5 * least);
-    let before = null; // the block below
+    let before = null; // block of the storage below
     this.eachStorage((i, first, last, below) => {
       const kind = this.step.kind[i];
       if (kind <= LAST_KIND_OF_STATE) return;
@@ -189,7 +191,7 @@ class Chart extends Frame {
     c.restore();
   }
 
-  // The rows of phases and of blocks under the picture.
+  // Draws the rows of phases and of blocks under the picture.
   drawRibbon() {
     const {context: c, frame: f} = this, y = f.top + f.height + 4;
     const lit = this.cursor.storage < 0 ? -1 : this.step.block[this.cursor.storage];
@@ -229,7 +231,8 @@ class Chart extends Frame {
       c.fillText(words, (left + right) / 2, y + RIBBON / 2 - 1);
   }
 
-  // The block whose storage the cursor is on: its forward, its backward and what that replays.
+  // Highlights the block of the storage under the cursor: the block's forward and backward, and the
+  // recomputation in its backward.
   drawBlock() {
     const block = this.cursor.storage < 0 ? -1 : this.step.block[this.cursor.storage];
     if (block < 0) return;
@@ -251,7 +254,7 @@ class Chart extends Frame {
     c.restore();
   }
 
-  // The storage that the cursor is on, from its birth to its death.
+  // Outlines the storage under the cursor, from its first instant to its last.
   drawStorage() {
     const {context: c, frame: f, cursor, step} = this;
     if (cursor.storage < 0) return;
@@ -293,7 +296,7 @@ class Chart extends Frame {
     c.font = "12px system-ui, sans-serif";
   }
 
-  // Words on paper, kept inside of the frame.
+  // Draws words on a pale background, inside the frame.
   label(words, x, y) {
     const {context: c, frame: f} = this, width = c.measureText(words).width + 8;
     const left = Math.max(f.left, Math.min(f.left + f.width - width, x - width / 2));
@@ -322,14 +325,14 @@ class Chart extends Frame {
     c.lineWidth = 1;
     c.fillStyle = this.colors.ink;
     c.beginPath();
-    c.arc(f.left + f.width, y, 7, 0, 2 * Math.PI); // what a finger takes
+    c.arc(f.left + f.width, y, 7, 0, 2 * Math.PI); // the handle for a finger
     c.fill();
     const beyond = isAbove ? " (above)" : isBelow ? " (below)" : "";
     const words = this.isExample ? "for example" : "at most";
     this.label(`${words} ${format(this.budget)}${beyond}`, f.left + f.width - 70, y + (isBelow ? -11 : 11));
   }
 
-  // Where the budget's line is: at an edge, if it is beyond.
+  // Returns the y of the budget's line. A budget outside the picture has its line at the edge.
   budgetY() {
     const {top, height} = this.frame;
     return Math.max(top, Math.min(top + height, this.toY(this.budget)));
@@ -347,7 +350,8 @@ class Chart extends Frame {
   }
 }
 
-// The first of the `end` columns, whose instants grow, that shows `at` or later.
+// Returns the first of columns 0 .. end - 1 that shows instant `at` or a later one; `end`: none.
+// (Instants grow from column to column.)
 function firstAtLeast(columns, end, at) {
   let low = 0, high = end;
   while (low < high) {

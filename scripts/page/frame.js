@@ -1,5 +1,5 @@
-// Where things are: which instant a column of pixels shows, and which bytes a row.
-// A column is one instant of the step, the fullest of those that it covers.
+// Maps pixels to the step: a column of pixels to an instant, and a row of pixels to bytes.
+// Of all instants that a column covers, it shows the one with the most memory.
 
 const RIBBON = 15; // pixels, the height of a row of phases or blocks
 
@@ -7,13 +7,13 @@ class Frame {
   constructor(canvas, steps) {
     Object.assign(this, {canvas, steps, step: steps[0]});
     this.budget = null; // bytes
-    this.isExample = false; // a budget that no one gave
+    this.isExample = false; // is the budget an example, because none was given?
     const none = steps.find((step) => step.name === "none") || steps[0];
-    this.least = none.total[none.peakAt]; // the picture is never less high than `none`
+    this.least = none.total[none.peakAt]; // bytes: the axis reaches at least the peak of `none`
     this.longest = Math.max(...steps.map((step) => step.x[step.length]));
     this.view = [0, this.longest];
-    this.isEnlarged = false; // does the picture begin above weights and moments?
-    this.heights = null; // (kinds x columns) as drawn now
+    this.isEnlarged = false; // does the vertical axis begin above weights and moments?
+    this.heights = null; // (kinds x columns) bytes as drawn now
   }
 
   resize() {
@@ -31,7 +31,7 @@ class Frame {
     this.place();
   }
 
-  // Which instant each column shows.
+  // Sets the instant that each column shows.
   place() {
     const {width} = this.frame, [from, to] = this.view, step = this.step;
     this.columns = new Int32Array(width);
@@ -41,22 +41,22 @@ class Frame {
       let best = x >= end ? -1 : step.at(x);
       const last = x >= end ? -1 : step.at(from + (to - from) * (c + 0.999) / width);
       for (let at = best + 1; at <= last; at++) if (step.total[at] > step.total[best]) best = at;
-      this.columns[c] = best; // -1: the step is over
+      this.columns[c] = best; // -1: the step has ended
     }
   }
 
-  // The bytes at the frame's lower and upper edge.
+  // Returns the bytes at the frame's lower and upper edge.
   rangeOf(step) {
     if (!this.isEnlarged)
       return [0, 1.12 * Math.max(this.least, step.total[step.peakAt], this.nearBudget)];
     let floor = 0;
     for (let k = 0; k <= LAST_KIND_OF_STATE; k++) floor += step.ofKind[k][0];
     const most = this.columns.reduce((most, at) => (at < 0 ? most : Math.max(most, step.total[at])),
-      1.01 * floor); // (where the step is over there is none)
+      1.01 * floor); // (columns after the step have no instant)
     return [floor - 0.04 * (most - floor), most + 0.12 * (most - floor)];
   }
 
-  // A budget that is far above would make the picture flat.
+  // Returns the budget, but at most 1.25 times `least`: a high budget would make the picture flat.
   get nearBudget() {
     return this.budget === null ? 0 : Math.min(this.budget, 1.25 * this.least);
   }
@@ -79,7 +79,7 @@ class Frame {
     return bottom + (top - bottom) * (1 - (py - this.frame.top) / this.frame.height);
   }
 
-  // {at, storage} at a place of the canvas.
+  // Returns the instant and the storage at a position on the canvas: {at, storage}.
   under(px, py) {
     const c = Math.floor(px - this.frame.left);
     if (c < 0 || c >= this.frame.width || this.columns[c] < 0) return null;
@@ -88,7 +88,8 @@ class Frame {
     return {at, storage: inside ? this.step.under(at, this.fromY(py)) : -1};
   }
 
-  // The part in the ribbon at a place of the canvas, a whole phase in its first row.
+  // Returns the part of the step at a position on the ribbon, the two rows under the picture. In
+  // the first row the part is a whole phase.
   ribbonAt(px, py) {
     const row = Math.floor((py - this.frame.top - this.frame.height - 4) / RIBBON);
     if (row < 0 || row > 1 || px < this.frame.left) return null;
@@ -97,7 +98,7 @@ class Frame {
     return row === 0 ? this.phase(part.phase) : part;
   }
 
-  // All of a phase, as a part.
+  // Returns a whole phase as one part.
   phase(name) {
     const parts = this.step.parts.filter((part) => part.phase === name);
     return {phase: name, block: null, from: parts[0].from, to: parts[parts.length - 1].to};

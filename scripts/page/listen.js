@@ -1,25 +1,26 @@
-// What the reader does on the picture: with mouse, fingers and keys.
+// Handles mouse, touch and keys on the picture.
 
-const pointers = new Map(); // fingers, or the mouse, that are down: id -> {x, y}
-let drag = null; // {what: "budget" or "view", ...}
+const pointers = new Map(); // pressed fingers or mouse: id -> {x, y}
+let drag = null; // {what: "budget", "view" or "pinch", ...}
 
 function listenToPointers(canvas) {
   const place = (event) => {
     const box = canvas.getBoundingClientRect();
     return {x: event.clientX - box.left, y: event.clientY - box.top};
   };
-  const onBudget = (p) => { // its line, or what a finger takes of it
+  const onBudget = (p) => { // is p on the budget's line, or on its handle?
     const away = Math.abs(p.y - chart.budgetY());
     return away < 4 || away < 14 && p.x > chart.frame.left + chart.frame.width - 30;
   };
 
-  // A finger on the budget moves that and not the page: only a touch can say so in time.
+  // A finger on the budget moves the budget and does not scroll the page. Only the touch event comes
+  // early enough to prevent scrolling.
   canvas.addEventListener("touchstart", (event) => {
     if (event.touches.length === 1 && onBudget(place(event.touches[0]))) event.preventDefault();
   }, {passive: false});
 
   canvas.addEventListener("pointerdown", (event) => {
-    if (event.button) return; // a menu
+    if (event.button) return; // (another button opens a menu)
     const p = place(event);
     pointers.set(event.pointerId, p);
     if (pointers.size === 2) drag = {what: "pinch", ...spread()};
@@ -63,7 +64,7 @@ function listenToPointers(canvas) {
   };
   canvas.addEventListener("pointerup", up);
   canvas.addEventListener("pointercancel", up);
-  canvas.addEventListener("pointerleave", () => point(pinned)); // whose list is there to be read
+  canvas.addEventListener("pointerleave", () => point(pinned)); // back to the instant whose list is shown
 
   canvas.addEventListener("wheel", (event) => {
     const p = place(event), width = chart.view[1] - chart.view[0];
@@ -77,7 +78,7 @@ function listenToPointers(canvas) {
   }, {passive: false});
 }
 
-// How far two fingers are apart, and where they are.
+// Returns the distance between two fingers, the point between them, and the current view.
 function spread() {
   const [a, b] = [...pointers.values()];
   return {apart: Math.max(20, Math.abs(a.x - b.x)), middle: (a.x + b.x) / 2, view: [...chart.view]};
@@ -119,7 +120,7 @@ function makeZoom() {
 
 // ---- keys
 
-// The cursor on another instant, and on the same storage if it is there.
+// Moves the cursor to another instant. It stays on its storage if that exists then.
 function move(to) {
   const step = chart.step, at = Math.max(0, Math.min(step.length - 1, to));
   const {storage} = chart.cursor;

@@ -1,10 +1,10 @@
-// What the page says: policies, budget, the storage under the pointer, what is alive.
+// Fills the page: policies, budget, the storage under the pointer, and the list of what is alive.
 
 const $ = (id) => document.getElementById(id);
 const steps = DATA.steps.map((step) => new Step(step, DATA));
 const chart = new Chart($("chart"), steps, DATA.kinds);
-const [UNIT, SIZE] = unitOf(chart.least); // of budgets
-const SHORT = 12; // rows of a list that is not asked for in full
+const [UNIT, SIZE] = unitOf(chart.least); // unit of the budget field, and its bytes
+const SHORT = 12; // rows of the list before "more" is clicked
 let pinned = {at: 0, storage: -1}; // the cursor whose list is shown
 let isLong = false; // is the list shown in full?
 
@@ -76,11 +76,11 @@ function setBudget(bytes, isTyped = false) {
     button.lastElementChild.textContent = fits ? "fits" : "does not fit";
     button.classList.toggle("fits", fits);
   }
-  // Of all policies, and of mixes of two, the first that fits.
+  // `ways` has policies and mixes of two, the cheapest first. Take the first one that fits.
   const [, cost, name, flags] = DATA.ways.find(([peak]) => peak <= chart.budget) ?? [];
   $("verdict").textContent = name ? `cheapest that fits: ${name} (${costWords(cost)})`
-    : "nothing fits; with the same flags scripts.plan_memory says what would";
-  const words = flags?.split(" ") ?? []; // (no line ends within one, at a hyphen)
+    : "nothing fits; scripts.plan_memory with the same flags names a change that does";
+  const words = flags?.split(" ") ?? []; // (spans, so that no line breaks at a hyphen)
   $("flags").replaceChildren(...words.flatMap((text) => [Object.assign(
     document.createElement("span"), {textContent: text}), " "]));
   if (chart.heights) chart.show(chart.step, false);
@@ -89,14 +89,14 @@ function setBudget(bytes, isTyped = false) {
 // ---- what is under the pointer, and what is alive
 
 const ROWS = [
-  ["what", (d) => `${d.shape}, ${d.dtype}`],
+  ["shape", (d) => `${d.shape}, ${d.dtype}`],
   ["bytes", (d) => `${format(d.bytes)} (${exactly(d.bytes)})`],
   ["kind", (d) => d.kind],
   ["block", (d) => (d.block < 0 ? "" : String(d.block))],
   ["line", (d) => d.where],
   ["why", (d) => d.why],
-  ["comes", (d) => d.comes],
-  ["goes", (d) => d.goes],
+  ["made", (d) => d.comes],
+  ["freed", (d) => d.goes],
 ];
 
 function showStorage(i) {
@@ -105,7 +105,7 @@ function showStorage(i) {
   if (i < 0) {
     $("storage-title").textContent = "Point at the picture";
     const hint = document.createElement("dd");
-    hint.textContent = "Each layer is a tensor's storage: point at one, or tap it.";
+    hint.textContent = "Each layer is the storage of a tensor. Point at a layer, or tap it.";
     list.append(hint);
     return;
   }
@@ -125,7 +125,7 @@ function showStorage(i) {
   }
 }
 
-// Show the list of what is alive where the cursor is.
+// Shows the list of storages that are alive at the cursor's instant.
 function pin() {
   pinned = chart.cursor;
   isLong = false;
@@ -141,7 +141,7 @@ function showAlive() {
     `${at.toLocaleString("en")} of ${(step.length - 1).toLocaleString("en")}: ${exactly(total)} ` +
     `in ${count.toLocaleString("en")} storages`;
   const i = step.largest(at), about = i < 0 ? null : step.describe(i);
-  $("largest").textContent = about ? `The largest that the step made: ${about.name}, ` +
+  $("largest").textContent = about ? `Largest tensor that the step made: ${about.name}, ` +
     `${format(about.bytes)}, ${about.where}  ${about.code}` : "";
   const body = $("alive");
   body.replaceChildren();
@@ -215,7 +215,7 @@ function makeLegend() {
 
 // ---- the cursor
 
-// To the peak, and to the largest tensor that the step made.
+// Moves the cursor to the peak, and to the largest tensor there that the step made.
 function toPeak() {
   const step = chart.step;
   move(step.peakAt);
@@ -223,7 +223,7 @@ function toPeak() {
   list();
 }
 
-// Move the cursor to {at, storage}, and tell what is there.
+// Moves the cursor to {at, storage}, and shows what is there.
 function point(cursor, mouse = null) {
   chart.cursor = cursor;
   chart.draw();
@@ -249,17 +249,17 @@ function begin() {
   $("about").textContent = DATA.about;
   $("command").textContent = DATA.command;
   $("unit").textContent = UNIT;
-  $("axis").textContent = `Along: ${DATA.axis === "seconds" ? "predicted seconds" : "FLOPs"}`;
+  $("axis").textContent = `Horizontal axis: ${DATA.axis === "seconds" ? "predicted seconds" : "FLOPs"}`;
   makePolicies();
   makeLegend();
   makeZoom();
   listenToPointers($("chart"));
   listenToKeys($("chart"));
   $("budget").addEventListener("input", () => {
-    const typed = $("budget").valueAsNumber; // NaN while there is nothing
+    const typed = $("budget").valueAsNumber; // NaN while the field is empty
     if (typed >= 0) setBudget(typed * SIZE, true);
   });
-  $("budget").addEventListener("change", () => setBudget(chart.budget)); // as it is understood
+  $("budget").addEventListener("change", () => setBudget(chart.budget)); // shows the number that is used
   $("more").addEventListener("click", () => {
     isLong = !isLong;
     showAlive();
@@ -274,7 +274,7 @@ function begin() {
   const peaks = steps.map((step) => step.total[step.peakAt]);
   const between = (Math.min(...peaks) + none.total[none.peakAt]) / 2; // some policies fit, some do not
   setBudget(DATA.budget ?? Math.ceil(10 * between / SIZE) / 10 * SIZE);
-  chart.isExample = DATA.budget === null; // until the reader moves it
+  chart.isExample = DATA.budget === null; // until the user moves it
   chart.draw();
 }
 

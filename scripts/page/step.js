@@ -1,7 +1,7 @@
 "use strict";
-// A step's storages, and what can be asked about them. Nothing here knows of a page.
+// The storages of one step, and queries about them. This file does not depend on the page.
 
-const LAST_KIND_OF_STATE = 1; // weights and moments: there all the time
+const LAST_KIND_OF_STATE = 1; // kinds 0 and 1, weights and moments, exist all the time
 
 class Step {
   // data: one of DATA.steps; all: DATA.
@@ -11,17 +11,17 @@ class Step {
     this.length = data.operators.length; // instants: before the step, and after each operator
     const n = data.label.length;
     this.born = new Int32Array(n);
-    this.died = new Int32Array(n); // the last instant at which it is there
+    this.died = new Int32Array(n); // the last instant at which the storage exists
     this.bytes = new Float64Array(n);
     this.kind = new Uint8Array(n);
     for (let i = 0, at = 0; i < n; i++) {
-      at += data.born[i]; // written as differences
+      at += data.born[i]; // (the page has the differences)
       this.born[i] = at;
       this.died[i] = data.life[i] < 0 ? this.length - 1 : at + data.life[i];
       this.kind[i] = all.labels[data.label[i]][2];
       this.bytes[i] = all.labels[data.label[i]][5];
     }
-    // Bottom up: by kind, and within a kind as they were born.
+    // The order of the layers, bottom up: by kind, and within a kind by birth.
     this.stack = Int32Array.from({length: n}, (_, i) => i);
     this.stack.sort((a, b) => this.kind[a] - this.kind[b] || a - b);
     this.addUp();
@@ -29,7 +29,7 @@ class Step {
     this.parts = this.findParts();
   }
 
-  // (kinds) arrays of the bytes at each instant, and their sum.
+  // Sets the bytes at each instant: one array per kind, and their sum; and the instant of the peak.
   addUp() {
     this.ofKind = this.all.kinds.map(() => new Float64Array(this.length + 1));
     for (let i = 0; i < this.bytes.length; i++) {
@@ -46,7 +46,8 @@ class Step {
     this.peakAt = this.total.indexOf(this.total.reduce((a, b) => Math.max(a, b)));
   }
 
-  // (length + 1) where each instant begins on the axis: between the `starts`, evenly.
+  // Returns the positions (length + 1) on the axis at which the instants begin. Between two
+  // `starts` they are spaced evenly.
   axis(starts, x) {
     const found = new Float64Array(this.length + 1);
     for (let at = 0, i = 0; at <= this.length; at++) {
@@ -57,7 +58,8 @@ class Step {
     return found;
   }
 
-  // What the step does, in order: {phase, block, from, to}, the instants in between included.
+  // Returns the parts of the step in order, each {phase, block, from, to}. `from` is the first
+  // instant of a part, and `to` is the last one.
   findParts() {
     const found = [];
     this.places.forEach(([from, phase, block], i) => {
@@ -77,7 +79,7 @@ class Step {
     return this.replays.some(([from, to]) => from <= at && at < to);
   }
 
-  // The instant that is running at x.
+  // Returns the instant at position x of the axis.
   at(x) {
     let low = 0, high = this.length - 1;
     while (low < high) {
@@ -88,12 +90,12 @@ class Step {
     return low;
   }
 
-  // What is there at an instant, bottom up.
+  // Returns the storages that exist at an instant, bottom up.
   alive(at) {
     return Array.from(this.stack.filter((i) => this.born[i] <= at && at <= this.died[i]));
   }
 
-  // The storage at a height of so many bytes, or -1.
+  // Returns the storage at an instant and a height in bytes; -1: none.
   under(at, bytes) {
     let below = 0;
     for (const i of this.alive(at)) {
@@ -105,7 +107,7 @@ class Step {
 
   // ---- in words
 
-  // "blocks.<+1>.ln_1" of a storage of block 3 is "blocks.4.ln_1".
+  // Replaces offsets by block numbers: "blocks.<+1>.ln_1" in block 3 becomes "blocks.4.ln_1".
   text(i, which) {
     const words = this.all.labels[this.label[i]][which];
     return words.replace(/<([+-]\d+)>/g, (_, more) => this.block[i] + Number(more));
@@ -120,15 +122,15 @@ class Step {
     };
   }
 
-  // "backward of block 3, replay"
+  // "backward of block 3, recomputation"
   placeOf(at) {
     const part = this.part(at);
     if (!part) return "before the step";
     const block = part.block === null ? "" : ` of block ${part.block}`;
-    return part.phase + block + (this.isReplay(at) ? ", replay" : "");
+    return part.phase + block + (this.isReplay(at) ? ", recomputation" : "");
   }
 
-  // The operator that ran last: (views, which have no name here, do nothing).
+  // Returns the name of the operator that ran last. (Views do no work and have no name here.)
   operator(at) {
     while (at > 0 && !this.all.operators[this.operators[at]]) at--;
     return this.all.operators[this.operators[at]];
@@ -136,25 +138,25 @@ class Step {
 
   comes(i) {
     const at = this.born[i];
-    if (!at) return "was there before the step";
-    return `from ${this.operator(at)}, ${this.placeOf(at)} (operator ${at.toLocaleString("en")})`;
+    if (!at) return "before the step";
+    return `by ${this.operator(at)}, ${this.placeOf(at)} (operator ${at.toLocaleString("en")})`;
   }
 
   goes(i) {
     const at = this.died[i];
-    if (this.life[i] < 0) return "stays for the next step";
+    if (this.life[i] < 0) return "no, stays for the next step";
     if (at === this.born[i]) return "at once";
     return `after ${this.operator(at)}, ${this.placeOf(at)} (operator ${at.toLocaleString("en")})`;
   }
 
-  // The largest storage that the step itself has made, of those at an instant; or -1.
+  // Returns the largest storage at an instant that the step itself has made; -1: none.
   largest(at) {
     const made = this.alive(at).filter((i) => this.born[i] > 0);
     return made.reduce((a, b) => (a >= 0 && this.bytes[a] >= this.bytes[b] ? a : b), -1);
   }
 
-  // What is alike but for the block counts as one, as `group_of` in planner/record.py has it:
-  // [{name, kind, bytes, storages}], the largest first.
+  // Returns the groups at an instant, the largest first: [{name, kind, bytes, storages}]. Storages
+  // that are equal except for their block make one group, as in `group_of` of planner/record.py.
   groups(at) {
     const found = new Map();
     for (const i of this.alive(at)) {
@@ -169,13 +171,13 @@ class Step {
   }
 }
 
-// ["GiB", its bytes]: the largest unit of which there is at least one, or the smallest.
+// Returns ["GiB", 2 ** 30]: the largest unit that is at most `bytes`; below 1 KiB, KiB.
 function unitOf(bytes) {
   const units = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
   return units.find(([, size]) => bytes >= size) || units[2];
 }
 
-// "1.23 GiB"; and the bytes themselves.
+// Returns bytes as text: "1.23 GiB", and below 1 KiB "12 bytes".
 function format(bytes) {
   const [unit, size] = unitOf(bytes);
   return bytes < size ? `${bytes} bytes`

@@ -122,7 +122,7 @@ FOLDERS = {
     "a sequence": contradiction("--seq-len=33", "--seq-len 33: .*32 positions"),
     "toy data": contradiction("--use-toy-data", "--use-toy-data True: .* has False"),
     "export onto files": Case(
-        "export_hf", "--out=full", ("is there and not empty; name another",), {"full": write_folder}
+        "export_hf", "--out=full", ("exists and is not empty; name",), {"full": write_folder}
     ),
     "export onto a file": Case("export_hf", "--out=x", ("x: Not a directory",), {"x": b""}),
     "to resume": contradiction("--resume", "starts a run and --resume goes on .*leave one out"),
