@@ -178,7 +178,7 @@ def state_words(request: PlanRequest) -> str:
     args, config, shards = request.args, request.config, request.shard_degree
     size = replace(request, shard_degree=1).state_bytes / count_parameters(config)
     dtype = f" in {args.moments_dtype}" * (args.moments_dtype != "float32")
-    state = f"weights, gradients, {optimizer_name(args)}{dtype} ({size:.3g} bytes a parameter)"
+    state = f"weights, gradients, {optimizer_name(args)}{dtype} ({size:.3g} bytes per parameter)"
     if shards == 1:
         return state
     gathered = format_bytes(state_bytes_per_rank(0, config, shards))

@@ -177,11 +177,11 @@ def format_table(candidates: list[Candidate], taken: Candidate | None) -> str:
         else:
             line |= {
                 "where<": step.peak_location,
-                "kept a block>": format_bytes(step.kept_per_block),
-                "FLOPs twice>": f"{candidate.replayed:.1%}",
+                "kept per block>": format_bytes(step.kept_per_block),
+                "extra FLOPs>": f"{candidate.replayed:.1%}",
             }
         line["fits<"] = "yes" if candidate.fits_safely else fits[candidate.fits]
-        line["up to a batch of>"] = "?" if largest is None else f"{largest:,}"
+        line["largest batch>"] = "?" if largest is None else f"{largest:,}"
         if candidate.longest is not None:
             line["longest sequence>"] = f"{candidate.longest:,}"
         lines.append(line)
