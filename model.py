@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 # KV cache: Attention module -> (keys, values), each (B, H, tokens so far, D). None: no cache.
 KVCache = dict[nn.Module, tuple[Tensor, Tensor]] | None
 # The package memory/, or None. (`hasattr` below excludes an unrelated package named memory.)
-TECHNIQUES: Any = importlib.util.find_spec("memory") and importlib.import_module("memory")
+MEMORY_PACKAGE: Any = importlib.util.find_spec("memory") and importlib.import_module("memory")
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class MiniGPTConfig:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
         if self.recompute not in ("none", "full") or self.loss_chunks > 1 or self.mlp_chunks != 1:
-            if not hasattr(TECHNIQUES, "normalized_recompute"):
+            if not hasattr(MEMORY_PACKAGE, "normalized_recompute"):
                 raise ImportError(f"this needs the folder memory/ beside model.py: {self}")
             # Store the shortest equal policy: with 12 blocks "mlp" instead of "mlp:12,cheap".
-            object.__setattr__(self, "recompute", TECHNIQUES.normalized_recompute(self))
+            object.__setattr__(self, "recompute", MEMORY_PACKAGE.normalized_recompute(self))
 
 
 class Attention(nn.Module):
@@ -187,8 +187,8 @@ class MiniGPT(nn.Module):
         # `forward` calls these three functions. memory/ puts wrappers around them.
         self.blocks_with_recompute = blocks_with_recompute
         self.embed, self.head_loss = embed, head_loss
-        if hasattr(TECHNIQUES, "apply_techniques"):
-            TECHNIQUES.apply_techniques(self)
+        if hasattr(MEMORY_PACKAGE, "apply_techniques"):
+            MEMORY_PACKAGE.apply_techniques(self)
         self.init_weights()
 
     def forward(
@@ -223,46 +223,46 @@ class MiniGPT(nn.Module):
         return self.head_loss(x, head_weight, labels, self.config.loss_chunks)
 
     @torch.no_grad()
-    def init_weights(self, local_shard: Callable = lambda full, weight: full) -> None:
+    def init_weights(self, shard_like: Callable = lambda full, weight: full) -> None:
         """Draw weights as GPT-2 does: normally distributed, mean 0, standard deviation 0.02.
 
         For c_proj, the deviation is 0.02 / sqrt(2 n_layers): otherwise the variance of the residual
         stream would grow with depth. The CPU draws, so a seed gives the same weights on any device.
-        `local_shard(full, weight)` returns this rank's rows of the full tensor (train_fsdp.py).
+        `shard_like(full, weight)` returns this rank's rows of the full tensor (train_fsdp.py).
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 std = residual_std if name.endswith("c_proj.weight") else 0.02
                 full = torch.empty(parameter.shape).normal_(std=std)
-                parameter.copy_(local_shard(full, parameter))
+                parameter.copy_(shard_like(full, parameter))
             else:  # a LayerNorm's gain, or a bias
                 parameter.fill_(1.0 if name.endswith("weight") else 0.0)
 
     @torch.no_grad()
-    def stream(self, input_ids: Tensor, max_new_tokens: int, **sampling: Any) -> Iterator[Tensor]:
-        """Yield each new token (B, 1) after `input_ids` (B, T >= 1). `sampling`: see `sample`."""
+    def stream_tokens(self, input_ids: Tensor, max_new: int, **sampling: Any) -> Iterator[Tensor]:
+        """Yield `max_new` tokens (B, 1) after `input_ids` (B, T >= 1). `sampling`: see below."""
         limit, was_training = self.config.max_position_embeddings, self.training
         self.eval()
         ids, next_ids, kv_cache = input_ids, input_ids, dict[nn.Module, Any]()
         try:
-            for _ in range(max_new_tokens):
+            for _ in range(max_new):
                 if ids.size(1) > limit:
                     # The window slides, so every position changes: run the whole window again.
                     next_ids, kv_cache = ids[:, -limit:], {}
                 logits = self(next_ids, kv_cache=kv_cache)[:, -1].float()  # (B, V)
-                next_ids = sample(logits, **sampling)  # the only token that is not cached
+                next_ids = sample_next_ids(logits, **sampling)  # the only token that is not cached
                 ids = torch.cat([ids, next_ids], dim=1)
                 yield next_ids
         finally:
             self.train(was_training)
 
     def generate(self, input_ids: Tensor, max_new_tokens: int, **sampling: Any) -> Tensor:
-        """Return `input_ids` (B, T) and the tokens of `stream`, (B, T + max_new_tokens)."""
-        return torch.cat([input_ids, *self.stream(input_ids, max_new_tokens, **sampling)], dim=1)
+        """Return `input_ids` (B, T) and the tokens of `stream_tokens`, (B, T + max_new_tokens)."""
+        return torch.cat([input_ids, *self.stream_tokens(input_ids, max_new_tokens, **sampling)], 1)
 
 
-def sample(
+def sample_next_ids(
     logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
     """Draw one token id for each row of `logits` (B, V); return ids (B, 1).

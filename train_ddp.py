@@ -56,9 +56,9 @@ class DDPProcess(Torchrun):
     buckets_are_final = False  # DDP makes new buckets once, after the first step
     rehearses_first_steps = True
     # `will_average`: backward of this micro-batch will average gradients over all processes.
-    # `is_armed`: the forward of such a micro-batch has ended. From then on, DDP sends the gradients
-    # while backward computes them.
-    will_average = is_armed = False
+    # `sends_gradients`: the forward of such a micro-batch has ended. From then on, DDP sends the
+    # gradients while backward computes them.
+    will_average = sends_gradients = False
 
     def wrap(self, model: MiniGPT) -> nn.Module:
         # Gradients are views of DDP's communication buckets. This saves 4 bytes per parameter. DDP
@@ -68,17 +68,17 @@ class DDPProcess(Torchrun):
         self.wrapper: Any = DDP(model, process_group=group, gradient_as_bucket_view=True)
         # This hook runs when the model's forward ends. Just after that, DDP's own forward prepares
         # DDP to send gradients.
-        model.register_forward_hook(lambda *_: setattr(self, "is_armed", self.will_average))
+        model.register_forward_hook(lambda *_: setattr(self, "sends_gradients", self.will_average))
         if self.args.compress_gradients and self.world_size > 1:
             # (Without NCCL, DDP rejects `bf16_compress_hook` by its name, although the hook works
             # with gloo. A lambda hides the name.)
             self.wrapper.register_comm_hook(group, lambda g, bucket: bf16_compress_hook(g, bucket))
         return self.wrapper
 
-    def gradient_sync(self, now: bool) -> AbstractContextManager[Any]:
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
         # DDP decides in *forward* whether the next backward averages gradients.
-        self.will_average, self.is_armed = now, False
-        return nullcontext() if now else self.wrapper.no_sync()
+        self.will_average, self.sends_gradients = enabled, False
+        return nullcontext() if enabled else self.wrapper.no_sync()
 
     def can_retry_alone(self) -> bool:
         # While the other processes wait for this process's gradients, it can retry with any policy.
@@ -86,14 +86,14 @@ class DDPProcess(Torchrun):
         # A retry is also impossible if memory ran out while DDP made its buckets. Then some
         # gradients are in no bucket: they are still expanded zeros, which are not contiguous.
         gradients = (p.grad for p in self.wrapper.parameters() if p.grad is not None)
-        return not self.is_armed and all(g.is_contiguous() for g in gradients)
+        return not self.sends_gradients and all(g.is_contiguous() for g in gradients)
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         # After the first step DDP knows the order in which backward computes gradients. The next
         # forward makes new buckets in that order. So drop the gradients here, which are views of
         # the old buckets and would keep them in memory. Later steps keep their buckets, and set the
         # gradients in them to zero.
-        self.will_average = self.is_armed = False  # (an evaluation also calls the forward hook)
+        self.will_average = self.sends_gradients = False  # (evaluation calls the forward hook, too)
         if self.buckets_are_final:
             self.discard_gradients(optimizer)
         else:

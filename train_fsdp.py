@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from model import MiniGPT
-from planner.shards import params_gathered_by_block, position_tables
+from planner.shards import block_group_params, position_embeddings
 from train_ddp import DDPProcess
 from trainer.device import check_gather_dtype, choose_precision
 from trainer.flags import UsageError, check_sharded
@@ -58,7 +58,7 @@ class FSDPProcess(DDPProcess):
 
     script, default_checkpoint_path = "train_fsdp.py", "checkpoints/minigpt_fsdp.pt"
     # A rehearsal of the first steps would not help, because `can_retry_alone` is always False.
-    gradients_persist = has_own_policy = rehearses_first_steps = False
+    gradients_persist = has_own_recompute_policy = rehearses_first_steps = False
 
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)
@@ -68,7 +68,7 @@ class FSDPProcess(DDPProcess):
         if self.device.type == "cuda" and not dist.is_nccl_available():
             raise UsageError(f"{self.script} needs NCCL on GPUs, which Windows lacks: train_ddp.py")
 
-    def materialize(self, model: MiniGPT) -> None:
+    def allocate_parameters(self, model: MiniGPT) -> None:
         """Shard a model on device "meta", and allocate the memory of this rank's shards."""
         # FSDP gathers the weights in these groups:
         # - each block: when the block runs
@@ -86,10 +86,10 @@ class FSDPProcess(DDPProcess):
             torch.bfloat16, torch.float32, cast_forward_inputs=False
         )
         policy = bfloat16_policy if in_bfloat16 else MixedPrecisionPolicy()
-        in_tables = nn.ModuleList(position_tables(model)).parameters()
-        gathered_apart = {*in_tables, *params_gathered_by_block(model.blocks, in_bfloat16)}
+        in_tables = nn.ModuleList(position_embeddings(model)).parameters()
+        gathered_apart = {*in_tables, *block_group_params(model.blocks, in_bfloat16)}
         fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=gathered_apart)
-        for table in position_tables(model):
+        for table in position_embeddings(model):
             fully_shard(table, mesh=mesh).set_unshard_in_backward(False)
         for block in model.blocks:
             fully_shard(
@@ -99,12 +99,12 @@ class FSDPProcess(DDPProcess):
                 ignored_params={*block.parameters()} - gathered_apart,
             )
         # gloo returned the sum for AVG (pytorch#162338). So FSDP asks for SUM, and divides it by N.
-        for module in (model, *position_tables(model), *model.blocks):
+        for module in (model, *position_embeddings(model), *model.blocks):
             cast(FSDPModule, module).set_force_sum_reduction_for_comms(True)
         # Allocate memory only now, when the model is sharded: no process ever has the whole model.
-        super().materialize(model)
+        super().allocate_parameters(model)
 
-    def local_shard(self, whole: Tensor, like: Tensor) -> Tensor:
+    def shard_like(self, whole: Tensor, like: Tensor) -> Tensor:
         mesh, rows = cast(DTensor, like).device_mesh, cast(DTensor, like).placements
         # (src_data_rank=None: every process has the whole tensor, so no process has to send parts.)
         return distribute_tensor(whole.to(self.device), mesh, rows, src_data_rank=None)
@@ -113,9 +113,9 @@ class FSDPProcess(DDPProcess):
         self.wrapper = model  # the model itself: FSDP only adds hooks to its modules
         return model
 
-    def gradient_sync(self, now: bool) -> AbstractContextManager[Any]:
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
         # Before the last micro-batch, each process sums its own whole gradients, as with DDP.
-        self.wrapper.set_requires_gradient_sync(now)
+        self.wrapper.set_requires_gradient_sync(enabled)
         return nullcontext()
 
     def grad_norm(self, gradients: list[Tensor]) -> Tensor:
@@ -128,10 +128,10 @@ class FSDPProcess(DDPProcess):
     def can_retry_alone(self) -> bool:
         return False  # forward gathers weights from the other processes, and these have gone on
 
-    def full_state_dict(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def full_state_dicts(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         # Gather one tensor at a time: all whole tensors together might not fit on the device.
         return tree_map_only(
-            DTensor, self.full_tensor_on_rank0, super().full_state_dict(model, optimizer)
+            DTensor, self.full_tensor_on_rank0, super().full_state_dicts(model, optimizer)
         )
 
     def full_tensor_on_rank0(self, shard: DTensor) -> Tensor | None:

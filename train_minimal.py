@@ -45,10 +45,10 @@ from trainer.flags import build_parser
 from trainer.metrics import format_validation, perplexity
 from trainer.optimizer import update_if_finite
 from trainer.process import OneProcess
-from trainer.report import log_overdue, log_record, make_record
-from trainer.run import Run, retry_with_less_memory, save, save_is_asked
+from trainer.report import is_log_overdue, make_step_record, write_and_print_record
+from trainer.run import Run, is_save_requested, retry_on_out_of_memory, save
 from trainer.setup import archive_and_open_logs
-from trainer.shutdown import Signals, SkippedUpdates, nan_if_infinite, run_safely
+from trainer.shutdown import Signals, SkippedUpdateCounter, nan_if_infinite, run_safely
 from trainer.snapshot import sibling_path
 
 
@@ -78,12 +78,12 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     Returns the losses of this process's micro-batches, (A,) with A = --grad-accum-steps, and the
     norm of the gradients before clipping, (). Both tensors are on the device, so Python does not
     wait for the device. (On MPS Python has to read the norm, so the norm is on the CPU.)
-    Raises the errors of `retry_with_less_memory`.
+    Raises the errors of `retry_on_out_of_memory`.
     """
     args, process, clock = run.args, run.process, run.clock
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(run.step, args)
-    losses = retry_with_less_memory(run, accumulate)
+    losses = retry_on_out_of_memory(run, accumulate)
 
     clock.begin_phase("optimizer")
     run.scaler.unscale_(run.optimizer)  # because the limit below is for unscaled gradients
@@ -118,9 +118,9 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
 
         clock.begin_phase("forward")
         last_of_step = micro_batch == args.grad_accum_steps - 1
-        with process.gradient_sync(now=last_of_step and average):
+        with process.gradient_sync(enabled=last_of_step and average):
             with run.autocast():
-                loss = run.wrapped(input_ids, labels)
+                loss = run.wrapped_model(input_ids, labels)
             losses.append(loss.detach())
             clock.begin_phase("backward")
             # backward adds its gradients to those in `.grad`. Each loss is divided by the number of
@@ -164,14 +164,14 @@ def evaluate(run: Run) -> dict[str, float | None]:
         with run.autocast():
             loss = run.model(input_ids, labels)
         if i < len(run.val_batches):
-            batches.append((loss, labels.numel(), run.token_bytes[labels].sum()))
+            batches.append((loss, labels.numel(), run.bytes_by_token_id[labels].sum()))
     run.model.train()
     nats = tokens = byte_count = 0.0
     for loss, n_tokens, n_bytes in batches:
         nats += loss.item() * n_tokens
         tokens += n_tokens
         byte_count += n_bytes.item()
-    nats, tokens, byte_count = run.process.all_reduce_sum([nats, tokens, byte_count])
+    nats, tokens, byte_count = run.process.sum_over_replicas([nats, tokens, byte_count])
     mean = nats / tokens
     return {
         "val_loss": mean,
@@ -195,12 +195,12 @@ def train(run: Run) -> dict[str, Any]:
         if run.step == 0 and args.init_from is not None:  # the loss before training
             process.print0(f"before   val {format_validation(evaluate(run))}")
         run.model.train()
-    record = run.resumed_record
+    record = run.unlogged_record
     if record:  # the run had saved this step, but ended before it logged the step: log the step now
-        evaluate_and_log(run, record, is_due(run.step, args.eval_interval, args.num_steps))
-    skipped = SkippedUpdates(run)
+        log_and_maybe_evaluate(run, record, is_due(run.step, args.eval_interval, args.num_steps))
+    skipped = SkippedUpdateCounter(run)
     with bar, clock, Signals(run) as signals:
-        while run.step < args.num_steps and not run.stopped_by:
+        while run.step < args.num_steps and not run.stop_signal:
             run.step += 1
             losses, grad_norm = train_step(run)
             run.recent_losses.append(losses)
@@ -208,23 +208,25 @@ def train(run: Run) -> dict[str, Any]:
             # ---- The weights are updated. The rest of the loop checks, saves and logs.
             clock.end_step()
             bar.update()
-            skipped.add(grad_norm)  # raises NotFinite after several skipped updates in a row
+            skipped.add_grad_norm(
+                grad_norm
+            )  # raises NotFinite after several skipped updates in a row
             # All processes must do the same after the same step. They all stop if one received a
             # signal to stop. They all save if one was asked to, by a signal or by --save-minutes.
             # They all log if rank 0 has printed nothing for a long time.
-            run.stopped_by, save_asked, silent = process.all_reduce_max(
-                [signals.received, save_is_asked(run), log_overdue(run)]
+            run.stop_signal, save_requested, silent = process.all_reduce_max(
+                [signals.received, is_save_requested(run), is_log_overdue(run)]
             )
             log_now = is_due(run.step, args.log_interval, args.num_steps) or silent
             evaluate_now = is_due(run.step, args.eval_interval, args.num_steps)
-            save_now = save_is_due(run, skipped, save_asked > 0)
+            save_now = save_is_due(run, skipped, save_requested > 0)
             if log_now or evaluate_now or save_now:
-                skipped.read_last()  # if it raises NotFinite, nothing is logged or saved
-                record = make_record(run, losses, grad_norm)
+                skipped.read_last_norm()  # if it raises NotFinite, nothing is logged or saved
+                record = make_step_record(run, losses, grad_norm)
                 if save_now:  # before the evaluation, because that may take long or fail
                     with clock.paused("save"):
                         save(run, args.checkpoint_path, record)
-                evaluate_and_log(run, record, evaluate_now)
+                log_and_maybe_evaluate(run, record, evaluate_now)
     return record
 
 
@@ -233,7 +235,7 @@ def is_due(step: int, interval: int, num_steps: int) -> bool:
     return step >= num_steps or (interval > 0 and step % interval == 0)
 
 
-def save_is_due(run: Run, skipped: SkippedUpdates, asked: bool) -> bool:
+def save_is_due(run: Run, skipped: SkippedUpdateCounter, asked: bool) -> bool:
     """Return True if a snapshot is to be saved after this step.
 
     A save is due:
@@ -246,15 +248,15 @@ def save_is_due(run: Run, skipped: SkippedUpdates, asked: bool) -> bool:
     weights. So another save would only overwrite the older snapshot `.prev.pt` with equal weights.
     """
     interval, first = run.args.save_interval, run.args.eval_interval
-    if run.step == run.args.num_steps or run.stopped_by:
+    if run.step == run.args.num_steps or run.stop_signal:
         return True
     by_steps = interval > 0 and run.step // interval > run.saved_step // interval
     is_first = run.saved_step == 0 and 0 < first <= run.step
-    # (`read_last` waits for the GPU. As the last condition, it runs only if a save is due.)
-    return (asked or by_steps or is_first) and skipped.read_last() == 0
+    # (`read_last_norm` waits for the GPU. As the last condition, it runs only if a save is due.)
+    return (asked or by_steps or is_first) and skipped.read_last_norm() == 0
 
 
-def evaluate_and_log(run: Run, record: dict[str, Any], evaluate_now: bool) -> None:
+def log_and_maybe_evaluate(run: Run, record: dict[str, Any], evaluate_now: bool) -> None:
     """Log `record`. With `evaluate_now`, first evaluate and add the results to `record`.
 
     The weights with the lowest validation loss so far are saved as `.best.pt`.
@@ -265,7 +267,7 @@ def evaluate_and_log(run: Run, record: dict[str, Any], evaluate_now: bool) -> No
             if record["val_loss"] < run.best_val_loss:
                 run.best_val_loss = record["val_loss"]
                 save(run, sibling_path(run.args.checkpoint_path, ".best.pt"), record)
-    log_record(run, record)
+    write_and_print_record(run, record)
 
 
 def main(argv: list[str] | None = None) -> int:

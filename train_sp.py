@@ -35,7 +35,7 @@ from torch import Tensor
 from memory.sequence import SequenceShard, WithBackward
 from model import MiniGPT
 from train_fsdp import FSDPProcess
-from trainer.flags import check_shared
+from trainer.flags import check_sequence_parallel
 from trainer.torchrun import main_and_exit
 
 
@@ -54,7 +54,7 @@ class SPProcess(FSDPProcess):
         self.sp_degree = self.world_size
 
     def init_process_group(self) -> None:
-        check_shared(self.args, self.world_size)  # each process needs at least a token and a head
+        check_sequence_parallel(self.args, self.world_size)  # at least a token and a head for each
         # Each GPU has two NCCL communicators: one gathers weights, the other exchanges tokens for
         # attention. If two processes ran these operations in different orders, they could wait for
         # each other forever. With this variable, NCCL (2.26 and later) runs the operations in the
@@ -62,26 +62,26 @@ class SPProcess(FSDPProcess):
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         super().init_process_group()
 
-    def materialize(self, model: MiniGPT) -> None:
+    def allocate_parameters(self, model: MiniGPT) -> None:
         """Shard a model on device "meta", and make its forward split sequences over the ranks."""
-        super().materialize(model)
+        super().allocate_parameters(model)
         if self.world_size == 1:
             return
         # Use a second process group for attention. FSDP's group gathers the weights of the next
         # block ahead of time. In that group, attention's exchange would have to wait for them.
         group = self.new_device_group() or dist.new_group(timeout=self.timeout)
-        self.peers, n_heads = group, model.config.n_heads
+        self.sp_group, n_heads = group, model.config.n_heads
         self.sequence = SequenceShard(self.rank, self.world_size, n_heads, self.all_to_all)
         self.sequence.wrap_attention(model)
         model.forward = partial(self.forward_shard, model.forward)  # type: ignore[method-assign]
 
-    def all_to_all(self, sent: Tensor, send: list[int], take: list[int]) -> Tensor:
-        """Exchange elements with all ranks: send `send[i]` to rank i, receive `take[i]` from it.
+    def all_to_all(self, x: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
+        """Send `send_sizes[i]` elements of x to each rank i; return those that all ranks send here.
 
-        `sent`, (sum(send),), and the result, (sum(take),), are in the order of the ranks.
+        x (sum(send_sizes),) and the result (sum(receive_sizes),) are in the order of the ranks.
         """
-        received = sent.new_empty(sum(take))
-        dist.all_to_all_single(received, sent, take, send, group=self.peers)
+        received = x.new_empty(sum(receive_sizes))
+        dist.all_to_all_single(received, x, receive_sizes, send_sizes, group=self.sp_group)
         return received
 
     def forward_shard(
@@ -112,16 +112,16 @@ class SPProcess(FSDPProcess):
         share = loss.where(n_mine > 0, 0.0) * n_mine / n_all
         # FSDP averages gradients over the ranks, but their sum is needed: multiply by world_size.
         return WithBackward.apply(
-            share, self.all_reduce_loss, lambda gradient: gradient * self.world_size
+            share, self.sum_loss_shares, lambda gradient: gradient * self.world_size
         )
 
-    def all_reduce_loss(self, share: Tensor) -> Tensor:
+    def sum_loss_shares(self, share: Tensor) -> Tensor:
         """Return the sum, (), of the `share` of all ranks."""
         total = share.clone()
-        dist.all_reduce(total, group=self.peers)
+        dist.all_reduce(total, group=self.sp_group)
         return total
 
-    def all_reduce_sum(self, values: list[float]) -> list[float]:
+    def sum_over_replicas(self, values: list[float]) -> list[float]:
         """Return `values`: all ranks evaluated the same sequences, so each rank has the totals."""
         return values
 

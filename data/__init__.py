@@ -11,6 +11,6 @@ batches.py         cut ids into batches
 """
 
 from .batches import TokenFile, TrainBatches, ValBatches
-from .corpus import find_dataset
+from .corpus import load_dataset
 from .store import Dataset
 from .tokenizer import DataError, DiskFull, Tokenizer

@@ -24,8 +24,9 @@ from .tokenizer import DataError, Tokenizer, errors_as_data_errors
 # magics begin with the ids 55432 and 55713, and all ids of GPT-2 are smaller.
 LLMC_FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # (magic, version) -> dtype
 LLMC_HEADER_BYTES = 256 * 4
-SCAN = 2**20  # number of tokens that `id_chunks` reads at a time
-SPLITS = {  # split -> (the name of the split in messages, how to make the split longer)
+CHUNK_TOKENS = 2**20  # number of tokens that `id_chunks` reads at a time
+# split -> (the name of the split in messages, how to make the split longer)
+NAME_AND_HINT_BY_SPLIT = {
     "train": ("training", "give more text to --train-data"),
     "val": ("validation", "raise --val-ratio, or give more text to --val-data"),
 }
@@ -41,14 +42,14 @@ class TokenFile:
     offset: int
     count: int
 
-    def slice(self, start: int, stop: int) -> "TokenFile":
+    def sub_file(self, start: int, stop: int) -> "TokenFile":
         """Return tokens [start, stop) of this part as a new TokenFile. Indices outside of
         0 .. count are clipped. The file is not read."""
         start, stop = max(0, start), min(self.count, stop)
         offset = self.offset + start * self.dtype.itemsize
         return replace(self, offset=offset, count=max(0, stop - start))
 
-    def read(self) -> np.ndarray:
+    def read_all(self) -> np.ndarray:
         """Read all ids into memory: (count,) of `dtype`, or fewer if the file has become shorter.
 
         The file is not mapped into memory, because the pages that a process has touched count as
@@ -60,8 +61,8 @@ class TokenFile:
     def id_chunks(self, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         """Yield all ids in chunks of at most SCAN ids. Raises DataError for an id outside the
         vocabulary of `tokenizer`."""
-        for first in range(0, self.count, SCAN):
-            ids = self.slice(first, first + SCAN).read()
+        for first in range(0, self.count, CHUNK_TOKENS):
+            ids = self.sub_file(first, first + CHUNK_TOKENS).read_all()
             if (max_id := int(ids.max())) >= tokenizer.vocab_size:
                 raise DataError(
                     f"{self.path}: holds id {max_id}, but the tokenizer ({tokenizer.name}) ends at "
@@ -70,7 +71,7 @@ class TokenFile:
             yield ids
 
     @classmethod
-    def open(cls, path: Path) -> "TokenFile":
+    def from_path(cls, path: Path) -> "TokenFile":
         """Return the token file at `path`: a .npy file, a .bin file of llm.c (which has a header),
         or a .bin file of nanoGPT (which has none). Raises DataError."""
         token_file = cls._open_npy(path) if suffix_of(path) == ".npy" else cls._open_bin(path)
@@ -107,12 +108,13 @@ class TokenFile:
 Files = Sequence[TokenFile]
 
 
-def slice_files(files: Files, start: int, stop: int) -> list[TokenFile]:
+def slice_token_range(files: Files, start: int, stop: int) -> list[TokenFile]:
     """Return the parts of the files that contain tokens [start, stop). Tokens are counted through
     all files, one file after the other. Empty parts are left out."""
     firsts = accumulate((file.count for file in files), initial=0)
     parts = [
-        file.slice(start - first, stop - first) for file, first in zip(files, firsts, strict=False)
+        file.sub_file(start - first, stop - first)
+        for file, first in zip(files, firsts, strict=False)
     ]
     return [part for part in parts if part.count]
 
@@ -132,7 +134,7 @@ def check_length(longest: int, seq_len: int, split: str) -> None:
     """Raise DataError if the split has no window, which needs seq_len + 1 tokens of one file.
     `longest`: number of tokens in the longest file of the split. `split`: "train" or "val"."""
     if longest <= seq_len:
-        kind, remedy = SPLITS[split]
+        kind, remedy = NAME_AND_HINT_BY_SPLIT[split]
         raise DataError(
             f"--seq-len {seq_len} needs {seq_len + 1} {kind} tokens in a row, the longest file "
             f"has {longest}: lower --seq-len, or {remedy}"
@@ -163,7 +165,7 @@ class Windows:
             file = self.files[shard]
             start = (number - int(self.first[shard])) * self.seq_len
             try:
-                row[:] = file.slice(start, start + row.size).read().reshape(row.size)
+                row[:] = file.sub_file(start, start + row.size).read_all().reshape(row.size)
             except (OSError, ValueError):  # ValueError: the file has too few tokens for the row
                 raise DataError(f"{file.path}: gone, or shorter than it was; put it back") from None
         rows, on_gpu = torch.from_numpy(array), self.device.type == "cuda"
@@ -174,7 +176,7 @@ class Windows:
 
 
 @lru_cache(maxsize=2)  # one batch may need the orders of two epochs
-def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+def epoch_permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     """Return the numbers 0 .. size - 1 in the random order of this epoch: uint32 (size,)."""
     return np.random.default_rng((seed, epoch)).permutation(np.arange(size, dtype=np.uint32))
 
@@ -198,7 +200,7 @@ class TrainBatches(Windows):
         the micro-batches of all steps and all processes."""
         first, size = index * self.batch_size, self.n_windows
         numbers = [
-            permutation(self.seed, sample // size, size)[sample % size]
+            epoch_permutation(self.seed, sample // size, size)[sample % size]
             for sample in range(first, first + self.batch_size)
         ]
         return self.read(np.array(numbers))

@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from .batches import TokenFile, hash_ids, slice_files
-from .documents import CHUNK, TOKEN_SUFFIXES, read_documents, read_text, suffix_of
+from .batches import TokenFile, hash_ids, slice_token_range
+from .documents import CHUNK, TOKEN_SUFFIXES, iter_documents, iter_text_chunks, suffix_of
 from .files import CACHE_DIR, describe_paths, find_files, find_stdlib
 from .store import (
     Dataset,
     Say,
     cache_key,
     hash_files,
-    load_folder,
+    limit_total,
+    load_or_build_folder,
     os_errors_as_data_errors,
-    up_to,
-    write_ids,
+    write_splits,
 )
 from .tokenizer import DataError, Tokenizer, format_ranks, load_tokenizer, parse_ranks, train_bpe
 from .toy import TOY_SUCCESSORS, load_toy
@@ -44,9 +44,9 @@ class TextCorpus:
     """Text files, their split into training and validation, and their cache folders."""
 
     label: str
-    train: list[Path]
-    val: list[Path]
-    ratio: float  # share of the text that is for validation; unused if `val` has files
+    train_paths: list[Path]
+    val_paths: list[Path]
+    val_ratio: float  # share of the text that is for validation; unused if `val` has files
     max_tokens: int | None  # limit for the tokens of each split; None: no limit
     vocab_size: int  # number of ids of a bpe that is trained on the text
     seq_len: int  # each split must have at least seq_len + 1 tokens
@@ -58,37 +58,43 @@ class TextCorpus:
         """Number of documents. Counting reads all text. So an error in the text is found before
         encoding begins."""
         n = 0
-        for document in _documents(self.train + self.val):
+        for document in _iter_documents(self.train_paths + self.val_paths):
             for _ in document:
                 pass
             n += 1
         return n
 
-    def iter_document_chunks(self, split: str) -> Iterator[Iterator[str]]:
+    def iter_split_documents(self, split: str) -> Iterator[Iterator[str]]:
         """Yield the documents of a split, "train" or "val". Each document is an iterator over
         chunks of text. See "Which part validates" in data/README.md for the rule of the split."""
-        if self.val:
-            yield from _documents(self.train if split == "train" else self.val)
-        elif self.n_documents * self.ratio < 1 and ".jsonl" not in map(suffix_of, self.train):
-            for path in self.train:
+        if self.val_paths:
+            yield from _iter_documents(self.train_paths if split == "train" else self.val_paths)
+        elif self.n_documents * self.val_ratio < 1 and ".jsonl" not in map(
+            suffix_of, self.train_paths
+        ):
+            for path in self.train_paths:
                 size = path.stat().st_size
-                cut = _tail(path, size, self.ratio)
-                yield read_text(path, 0, cut) if split == "train" else read_text(path, cut, size)
+                cut = _tail_start(path, size, self.val_ratio)
+                yield (
+                    iter_text_chunks(path, 0, cut)
+                    if split == "train"
+                    else iter_text_chunks(path, cut, size)
+                )
         else:
-            for number, document in enumerate(_documents(self.train)):
-                is_val = int((number + 1) * self.ratio) > int(number * self.ratio)
+            for number, document in enumerate(_iter_documents(self.train_paths)):
+                is_val = int((number + 1) * self.val_ratio) > int(number * self.val_ratio)
                 if is_val == (split == "val"):
                     yield document
 
     @cached_property
     def content_hashes(self) -> list[str]:
         """List of two SHA-256 (hex): of the training files, and of the validation files."""
-        return [hash_files(self.train), hash_files(self.val)]
+        return [hash_files(self.train_paths), hash_files(self.val_paths)]
 
     def folder(self, tokenizer: str) -> Path:
         """Return the cache folder for this text and a tokenizer. `tokenizer`: the tokenizer's
         fingerprint, or the settings of a bpe that is trained on the text."""
-        split = "given" if self.val else self.ratio
+        split = "given" if self.val_paths else self.val_ratio
         return self.cache_dir / cache_key(self.content_hashes, tokenizer, split, self.max_tokens)
 
     def load(self, tokenizer: Tokenizer | None) -> Dataset:
@@ -99,10 +105,10 @@ class TextCorpus:
         """
         bpe_folder = self.folder(f"bpe {self.vocab_size} {BPE_TRAINING_CHARS}")
         if tokenizer is None:
-            load_folder(bpe_folder, self.build_bpe, self.say)
+            load_or_build_folder(bpe_folder, self.build_bpe, self.say)
             tokenizer = Tokenizer("bpe", parse_ranks((bpe_folder / RANKS).read_bytes()))
         folder = self.folder(tokenizer.fingerprint)
-        meta = load_folder(folder, partial(self.build, tokenizer), self.say)
+        meta = load_or_build_folder(folder, partial(self.build_cache_folder, tokenizer), self.say)
         n_documents, size = meta["documents"], meta["bytes"]
         documents = "1 document" if n_documents == 1 else f"{n_documents:,} documents"
         amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
@@ -122,41 +128,41 @@ class TextCorpus:
             f"training a BPE of {self.vocab_size} ids on the training text (its first 10 MB at "
             "most)"
         )
-        text = chain.from_iterable(self.iter_document_chunks("train"))
-        ranks = train_bpe(up_to(BPE_TRAINING_CHARS, text), self.vocab_size)
+        text = chain.from_iterable(self.iter_split_documents("train"))
+        ranks = train_bpe(limit_total(BPE_TRAINING_CHARS, text), self.vocab_size)
         (folder / RANKS).write_text(format_ranks(ranks))
         return {"tokenizer": "bpe", "vocab_size": len(ranks) + 1}  # + 1: <|endoftext|>
 
-    def build(self, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    def build_cache_folder(self, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
         """Write the tokenizer and the ids to `folder`; return the content of meta.json."""
-        n_bytes = sum(path.stat().st_size for path in self.train + self.val)
+        n_bytes = sum(path.stat().st_size for path in self.train_paths + self.val_paths)
         meta = {"corpus": self.label, "documents": self.n_documents, "bytes": n_bytes}
         self.say(f"encoding {self.label}, once: the ids will be in {self.cache_dir}")
         (folder / RANKS).write_text(format_ranks(tokenizer.ranks))
         with tqdm(total=n_bytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:
 
             def encode(split: str) -> Iterator[np.ndarray]:
-                for document in self.iter_document_chunks(split):
+                for document in self.iter_split_documents(split):
                     yield np.array([tokenizer.eot_id])
                     for chunk in document:
                         yield tokenizer.encode(chunk)
                         bar.update(len(chunk.encode("utf-8", "replace")))
 
             parts = {split: encode(split) for split in ("train", "val")}
-            return meta | write_ids(folder, tokenizer, self.seq_len, parts, self.max_tokens)
+            return meta | write_splits(folder, tokenizer, self.seq_len, parts, self.max_tokens)
 
 
-def _documents(paths: list[Path]) -> Iterator[Iterator[str]]:
-    return chain.from_iterable(map(read_documents, paths))
+def _iter_documents(paths: list[Path]) -> Iterator[Iterator[str]]:
+    return chain.from_iterable(map(iter_documents, paths))
 
 
-def _tail(path: Path, size: int, ratio: float) -> int:
+def _tail_start(path: Path, size: int, val_ratio: float) -> int:
     """Return the index of the byte at which the validation part of a file begins.
 
-    The validation part is about the last `ratio` of the file's `size` bytes. If the next newline is
-    less than CHUNK bytes away, the part begins after this newline.
+    The validation part is about the last `val_ratio` of the file's `size` bytes. If the next
+    newline is less than CHUNK bytes away, the part begins after this newline.
     """
-    cut = int(size * (1 - ratio))
+    cut = int(size * (1 - val_ratio))
     with open(path, "rb") as file:
         file.seek(cut)
         near = file.read(CHUNK)
@@ -167,7 +173,7 @@ def _tail(path: Path, size: int, ratio: float) -> int:
     return cut + len(near) - len(near.lstrip(bytes(range(0x80, 0xC0))))
 
 
-def find_dataset(
+def load_dataset(
     train_data: list[str] | None,
     val_data: list[str] | None,
     *,
@@ -214,7 +220,7 @@ def find_dataset(
     with os_errors_as_data_errors(cache_dir):
         if use_toy_data:
             return load_toy(vocab_size or 256, max_tokens, data_seed, seq_len, cache_dir, say)
-        train, val = _find(train_data, val_data, say)
+        train, val = _find_train_and_val_files(train_data, val_data, say)
         is_tokens = suffix_of(train[0]) in TOKEN_SUFFIXES
         if is_tokens and name == "bpe":
             raise DataError(
@@ -224,7 +230,7 @@ def find_dataset(
         if tokenizer is None or tokenizer.name != name:
             tokenizer = None if name == "bpe" else load_tokenizer(name)
         if is_tokens and tokenizer:
-            return _read_tokens(train, val, val_ratio, max_tokens, tokenizer)
+            return _open_token_files(train, val, val_ratio, max_tokens, tokenizer)
         built_in = f"Python {platform.python_version()} standard library"
         name = describe_paths(train_data) if train_data else built_in
         sizes = max_tokens, vocab_size or 1024, seq_len
@@ -243,7 +249,7 @@ def check_vocab_size(vocab_size: int, tokenizer_name: str) -> None:
         raise DataError(f"--vocab-size {vocab_size}: must be {smallest} to {2**20}")
 
 
-def _find(
+def _find_train_and_val_files(
     train_data: list[str] | None, val_data: list[str] | None, say: Say
 ) -> tuple[list[Path], list[Path]]:
     """Return the files for training and the files for validation. Warn if a file is in both lists.
@@ -266,13 +272,17 @@ def _find(
     return train, val
 
 
-def _read_tokens(
-    train: list[Path], val: list[Path], ratio: float, max_tokens: int | None, tokenizer: Tokenizer
+def _open_token_files(
+    train: list[Path],
+    val: list[Path],
+    val_ratio: float,
+    max_tokens: int | None,
+    tokenizer: Tokenizer,
 ) -> Dataset:
     """Return the Dataset of token files, which are read in place.
 
     Validation uses the files `val`. If `val` is empty, it uses the files in `train` with "val" in
-    their names. If all names or no names have "val", it uses the last `ratio` of all tokens.
+    their names. If all names or no names have "val", it uses the last `val_ratio` of all tokens.
     """
     source = describe_paths([path.name for path in train])
     # nanoGPT's files are called train.bin and val.bin. llm.c's files are called, for example,
@@ -280,12 +290,16 @@ def _read_tokens(
     named_val = [path for path in train if re.search("(?<![a-z])val", path.name.lower())]
     if not val and 0 < len(named_val) < len(train):
         train, val = [path for path in train if path not in named_val], named_val
-    train_files, val_files = ([TokenFile.open(path) for path in paths] for paths in (train, val))
+    train_files, val_files = (
+        [TokenFile.from_path(path) for path in paths] for paths in (train, val)
+    )
     if not val_files:
         total = sum(file.count for file in train_files)
-        n_train = total - max(1, int(total * ratio))
-        val_files = slice_files(train_files, n_train, total)
-        train_files = slice_files(train_files, 0, n_train)
-    parts = [slice_files(files, 0, max_tokens or sys.maxsize) for files in (train_files, val_files)]
+        n_train = total - max(1, int(total * val_ratio))
+        val_files = slice_token_range(train_files, n_train, total)
+        train_files = slice_token_range(train_files, 0, n_train)
+    parts = [
+        slice_token_range(files, 0, max_tokens or sys.maxsize) for files in (train_files, val_files)
+    ]
     fingerprint = cache_key([hash_ids(files, tokenizer) for files in parts], tokenizer.fingerprint)
     return Dataset(tuple(parts[0]), tuple(parts[1]), tokenizer, source, fingerprint)

@@ -28,14 +28,14 @@ def suffix_of(path: Path) -> str:
     return path.suffix.lower()
 
 
-def read_documents(path: Path) -> Iterator[Iterator[str]]:
+def iter_documents(path: Path) -> Iterator[Iterator[str]]:
     """Yield the documents of a file. Each document is an iterator over chunks of text.
 
     In a .jsonl file each line is a document. Any other file is one document. Raises DataError,
     which names the file and the line or the byte.
     """
     if suffix_of(path) != ".jsonl":
-        yield read_text(path, 0, path.stat().st_size)
+        yield iter_text_chunks(path, 0, path.stat().st_size)
         return
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -53,7 +53,7 @@ def read_documents(path: Path) -> Iterator[Iterator[str]]:
             yield iter([text])
 
 
-def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
+def iter_text_chunks(path: Path, start: int, stop: int) -> Iterator[str]:
     """Decode bytes [start, stop) of a UTF-8 file, and yield the text in chunks.
 
     Encoding the chunks one after the other gives the ids of the whole text: see

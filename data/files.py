@@ -12,7 +12,7 @@ from .store import Say
 from .tokenizer import DataError
 
 CACHE_DIR = Path(__file__).resolve().parent / "cache"
-AS_TEXT = "a file named by itself, or by a pattern, is read whatever its suffix"
+ANY_SUFFIX_HINT = "a file named by itself, or by a pattern, is read whatever its suffix"
 # Folders of the standard library that are not in the built-in corpus. Two thirds of the library are
 # tests (which Debian leaves out). encodings and pydoc_data are tables. lib2to3, idlelib and
 # turtledemo are not in every installation of Python.
@@ -33,26 +33,27 @@ def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
     skipped: list[Path] = []
     for name in names:
         n_before = len(files)
-        for path in _expand(name, flag):
-            inside, others = _walk(path) if path.is_dir() else ([path], [])
+        for path in _expand_glob(name, flag):
+            inside, others = _walk_by_suffix(path) if path.is_dir() else ([path], [])
             files += inside
             skipped += others
         if len(files) == n_before:
-            suffixes = count_suffixes(skipped) or "hidden and empty ones are not counted"
+            suffixes = describe_suffixes(skipped) or "hidden and empty ones are not counted"
             raise DataError(
-                f"{flag} {name}: no text or token file in this folder ({suffixes}); {AS_TEXT}"
+                f"{flag} {name}: no text or token file in this folder ({suffixes}); "
+                f"{ANY_SUFFIX_HINT}"
             )
     files = list(dict.fromkeys(files))
     if unread := set(skipped) - set(files):
         say(
             f"note     {flag} {describe_paths(names)}: files taken: {len(files):,}, "
             f"skipped: {len(unread):,} "
-            f"({count_suffixes(unread)}); {AS_TEXT}"
+            f"({describe_suffixes(unread)}); {ANY_SUFFIX_HINT}"
         )
     return files
 
 
-def _expand(name: str, flag: str) -> list[Path]:
+def _expand_glob(name: str, flag: str) -> list[Path]:
     """Return the file or folder `name`. If it does not exist, return the paths that match the
     pattern `name`. Raises DataError if a path is neither file nor folder, or if there is no path.
     """
@@ -72,7 +73,7 @@ def describe_paths(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def count_suffixes(paths: Iterable[Path]) -> str:
+def describe_suffixes(paths: Iterable[Path]) -> str:
     """Return the five most common suffixes and how many paths have each: `.pdf 12, .docx 3`."""
     kinds = Counter(suffix_of(path) or "without suffix" for path in sorted(paths))
     return ", ".join(f"{suffix} {number:,}" for suffix, number in kinds.most_common(5))
@@ -82,7 +83,7 @@ def find_stdlib() -> list[Path]:
     """Return the .py files of the running interpreter's standard library: a corpus that exists on
     every machine with Python. Raises DataError if the files are missing."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files, _ = _walk(root, {".py"}, STDLIB_SKIPS)
+    files, _ = _walk_by_suffix(root, {".py"}, STDLIB_SKIPS)
     if sum(path.stat().st_size for path in files) < 1_000_000:
         raise DataError(
             f"--train-data: the built-in corpus, Python's standard library, is not in {root}; "
@@ -91,7 +92,7 @@ def find_stdlib() -> list[Path]:
     return files
 
 
-def _walk(
+def _walk_by_suffix(
     root: Path,
     suffixes: Iterable[str] = (*TEXT_SUFFIXES, *TOKEN_SUFFIXES),
     skips: Iterable[str] = ("__pycache__",),

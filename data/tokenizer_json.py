@@ -6,10 +6,10 @@ with the lowest id comes first. tokenizer.json has a list of pairs (left, right)
 each token. Only the two tokens of a pair are merged; the earliest pair in the list comes first.
 
 If the list has the right pair for each token, both ways give the same ids for any text. The right
-pair is the pair that tiktoken merges last when it encodes the token alone; `halves` finds this
-pair. When tiktoken makes the token inside of a longer text, it merges the same pair last. Until
-then no merge has crossed the ends of the token, so the bytes of the token were merged exactly as if
-the token stood alone.
+pair is the pair that tiktoken merges last when it encodes the token alone; `find_merge_pair` finds
+this pair. When tiktoken makes the token inside of a longer text, it merges the same pair last.
+Until then no merge has crossed the ends of the token, so the bytes of the token were merged exactly
+as if the token stood alone.
 
 If a whole word is a token, tiktoken takes this token without merging. The option `ignore_merges` of
 tokenizer.json does the same.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .tokenizer import (
-    EOT,
+    EOT_TEXT,
     GPT2_PATTERN,
     DataError,
     Tokenizer,
@@ -36,19 +36,19 @@ GPT2_PATTERNS = (  # GPT-2's pattern, as different versions of tiktoken write it
     GPT2_PATTERN,
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s",
 )
-NAMES = {  # fingerprint of a vocabulary -> its --tokenizer-name
+NAME_BY_FINGERPRINT = {  # fingerprint of a vocabulary -> its --tokenizer-name
     "3fb4c8efa8f8fd2bd611dbb9f00c189db5aed123a4f9833469abf037114e236e": "gpt2",
     "22e4053a3829f659111a1119339d9bddff243d8dac496cace7103ed9b720db23": "byte",
 }
 BYTE_LEVEL_CONFIG = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 
-def spelled(token: bytes) -> str:
+def spell(token: bytes) -> str:
     """Return a token as tokenizer.json writes it: b" the" -> "Ġthe"."""
     return "".join(CHARACTERS[byte] for byte in token)
 
 
-def halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
+def find_merge_pair(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
     """Return the two tokens that are merged last when the bytes of `token` are encoded alone.
     Return None for a single byte, and if the merges do not end in `token`."""
     parts = [token[i : i + 1] for i in range(len(token))]
@@ -62,11 +62,11 @@ def halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
     return (parts[0], parts[1]) if len(parts) == 2 else None
 
 
-def list_merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
+def list_spelled_merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
     """Return the merges (left, right), the lowest id first, written as in merges.txt."""
     by_rank = sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)
-    pairs = (halves(token, tokenizer.ranks) for token in by_rank)
-    return [(spelled(pair[0]), spelled(pair[1])) for pair in pairs if pair]
+    pairs = (find_merge_pair(token, tokenizer.ranks) for token in by_rank)
+    return [(spell(pair[0]), spell(pair[1])) for pair in pairs if pair]
 
 
 def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
         pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, byte_level]}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
-    ids = {spelled(token): rank for token, rank in tokenizer.ranks.items()}
+    ids = {spell(token): rank for token, rank in tokenizer.ranks.items()}
     return {
         "version": "1.0",
         **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor")),
@@ -100,7 +100,7 @@ def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
             **dict.fromkeys(("fuse_unk", "byte_fallback"), False),
             "ignore_merges": True,
             "vocab": ids | tokenizer.special_tokens,
-            "merges": list_merges(tokenizer),
+            "merges": list_spelled_merges(tokenizer),
         },
     }
 
@@ -148,17 +148,17 @@ def from_json(content: dict[str, Any]) -> Tokenizer:
             "no byte-level BPE that splits words as GPT-2 does, which is all that can be read here"
         )
     added = {token["content"]: token["id"] for token in content["added_tokens"]}
-    if others := sorted(added.keys() - {EOT}):
+    if others := sorted(added.keys() - {EOT_TEXT}):
         raise DataError(f"{', '.join(others[:3])}: tokens of its own, which would be read as text")
     ids = added | model["vocab"]
-    if EOT not in ids:
-        raise DataError(f"it has no {EOT}, which stands between documents here")
-    special = {EOT: ids.pop(EOT)}
+    if EOT_TEXT not in ids:
+        raise DataError(f"it has no {EOT_TEXT}, which stands between documents here")
+    special = {EOT_TEXT: ids.pop(EOT_TEXT)}
     ranks = vocab_to_ranks(ids)
     tokenizer = Tokenizer("bpe", ranks, GPT2_PATTERN, special)
     merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
     is_complete = len(merges) == len(ranks) - 256 or model.get("ignore_merges")
-    if merges != list_merges(tokenizer) or not is_complete:
+    if merges != list_spelled_merges(tokenizer) or not is_complete:
         raise DataError("its merges are not those of its ids, which are ranks here")
-    tokenizer.name = NAMES.get(tokenizer.fingerprint, "bpe")
+    tokenizer.name = NAME_BY_FINGERPRINT.get(tokenizer.fingerprint, "bpe")
     return tokenizer

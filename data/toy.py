@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .store import Dataset, Say, cache_key, load_folder, write_ids
-from .tokenizer import ToyTokenizer
+from .store import Dataset, Say, cache_key, load_or_build_folder, write_splits
+from .tokenizer import NumberTokenizer
 
 TOY_SUCCESSORS = 4
 TOY_TRAIN, TOY_VAL = 1_000_000, 100_000
@@ -25,7 +25,7 @@ def load_toy(
     counts = [min(count, max_tokens or count) for count in (TOY_TRAIN, TOY_VAL)]
     folder, tokenizer = (
         cache_dir / cache_key("toy", vocab_size, counts, seed),
-        ToyTokenizer(vocab_size),
+        NumberTokenizer(vocab_size),
     )
 
     def build(new: Path) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def load_toy(
         for step in rng.choices(steps, k=sum(counts) - 1):
             ids.append(order[(ids[-1] + step) % vocab_size])
         train, val = np.split(np.array(ids), counts[:1])
-        return write_ids(new, tokenizer, seq_len, {"train": [train], "val": [val]})
+        return write_splits(new, tokenizer, seq_len, {"train": [train], "val": [val]})
 
-    meta = load_folder(folder, build, say)
+    meta = load_or_build_folder(folder, build, say)
     source = f"toy data, each id has {TOY_SUCCESSORS} likely successors (best loss ln 4 = 1.386)"
     return Dataset.from_cache(folder, meta, tokenizer, source, fingerprint=folder.name)

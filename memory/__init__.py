@@ -14,18 +14,18 @@ from .offload import PinnedPool
 from .policies import (
     POLICIES,
     RECOMPUTE_POLICIES,
-    BlockCalls,
+    BlocksWithPolicies,
     RecomputePlan,
     format_recompute_plan,
     normalized_recompute,
+    parse_config_recompute,
     parse_recompute_plan,
-    recompute_plan,
 )
 
 
 def apply_techniques(model: Any) -> None:
     """Replace `blocks_with_recompute`, `embed` and `head_loss` of a model.MiniGPT by wrappers that
     add the techniques."""
-    model.blocks_with_recompute = BlockCalls(model.blocks_with_recompute)
+    model.blocks_with_recompute = BlocksWithPolicies(model.blocks_with_recompute)
     model.embed = partial(embed_tied, plain=model.embed)
     model.head_loss = partial(head_loss, plain=model.head_loss)

@@ -45,13 +45,13 @@ def parse_release(version: str) -> tuple[int, ...]:
 # True if torch.addmm can add a low-precision matmul to a float32 matrix (`out_dtype`). This needs
 # torch 2.11 (pytorch#167931), and does not work on AMD's GPUs.
 HAS_ADDMM_OUT_DTYPE = parse_release(torch.__version__) >= (2, 11) and torch.version.hip is None
-EmbedCallable = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
-LossCallable = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-SoftmaxCallable = Callable[[Tensor, Tensor, bool], Tensor]  # `target_log_prob_`, plain or compiled
+EmbedFn = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
+LossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+SoftmaxFn = Callable[[Tensor, Tensor, bool], Tensor]  # `target_log_prob_`, plain or compiled
 
 
 def embed_tied(
-    embedding: nn.Embedding, ids: Tensor, plain: EmbedCallable, row_by_row: bool | None = None
+    embedding: nn.Embedding, ids: Tensor, plain: EmbedFn, row_by_row: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """Look up ids (B, T) int64: return their vectors (B, T, C), and the weight (V, C) for the head.
 
@@ -126,7 +126,7 @@ def target_log_prob_(logits: Tensor, target: Tensor, write_softmax: bool) -> Ten
 
 
 @cache
-def compiled_target_log_prob() -> SoftmaxCallable:
+def compile_target_log_prob() -> SoftmaxFn:
     """Return `target_log_prob_` as compiled code."""
     return torch.compile(target_log_prob_)
 
@@ -136,7 +136,7 @@ def head_loss(
     weight: Tensor,
     labels: Tensor,
     n_chunks: int,
-    plain: LossCallable,
+    plain: LossFn,
     compiled: bool = False,
 ) -> Tensor:
     """Return the mean cross-entropy of the head's logits, in nats, a scalar.
@@ -152,11 +152,11 @@ def head_loss(
     """
     if n_chunks == 1:
         return plain(x, weight, labels, n_chunks)
-    softmax = compiled_target_log_prob() if compiled else target_log_prob_
+    softmax = compile_target_log_prob() if compiled else target_log_prob_
     x, labels = x.flatten(0, 1), labels.flatten()  # (N, C), (N,)
     if torch.is_grad_enabled():
         return ChunkedHeadLoss.apply(x, weight, labels, n_chunks, softmax)
-    total, count = loss_by_chunks(x, weight, labels, n_chunks, softmax)
+    total, count = loss_sum_and_count(x, weight, labels, n_chunks, softmax)
     return total / count
 
 
@@ -206,10 +206,10 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: SoftmaxCallable
+        ctx, x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: SoftmaxFn
     ) -> Tensor:
         gradients = torch.empty_like(x), torch.zeros_like(weight)
-        total, count = loss_by_chunks(x, weight, labels, n_chunks, softmax, gradients)
+        total, count = loss_sum_and_count(x, weight, labels, n_chunks, softmax, gradients)
         ctx.save_for_backward(*gradients, count)
         return total / count
 
@@ -221,12 +221,12 @@ class ChunkedHeadLoss(torch.autograd.Function):
         return grad_x.mul_(factor), grad_weight.mul_(factor), None, None, None
 
 
-def loss_by_chunks(
+def loss_sum_and_count(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
     n_chunks: int,
-    softmax: SoftmaxCallable,
+    softmax: SoftmaxFn,
     gradients: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of the losses in nats, and the number of labels but -100, both scalars.
@@ -286,7 +286,7 @@ def cast_and_pad(weight: Tensor) -> Tensor:
     return copy
 
 
-def addmm_rows(width: int) -> int:
+def rows_per_addmm(width: int) -> int:
     """Return the number of rows that `addmm_into` adds at a time, for rows of `width` elements.
 
     It is a multiple of `VOCAB_MULTIPLE`: a matmul is faster if its first row is such a multiple.
@@ -304,6 +304,6 @@ def addmm_into(total: Tensor, a: Tensor, b: Tensor) -> None:
     elif total.is_cuda and total.dtype == torch.float32 and HAS_ADDMM_OUT_DTYPE:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
-        rows = addmm_rows(total.size(1))
+        rows = rows_per_addmm(total.size(1))
         for part, a_part in zip(total.split(rows), a.split(rows), strict=True):
             part += a_part @ b

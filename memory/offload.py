@@ -44,7 +44,7 @@ MAX_COPIES_IN_FLIGHT = 2  # unfinished copies to the CPU that the compute stream
 
 class PinnedPool:
     """A pool of host buffers (in CPU memory). `acquire_buffers` takes buffers from the pool, and
-    `release_buffers` returns them.
+    `return_buffers` returns them.
 
     The pool keeps its buffers from step to step, because pinning a buffer takes milliseconds. torch
     pins only sizes of 2^n bytes. So a tensor is split: 532 MiB over buffers of 512, 16 and 4 MiB.
@@ -58,18 +58,18 @@ class PinnedPool:
     def acquire_buffers(self, like: Tensor) -> list[Tensor]:
         """Return host buffers for a 1-D tensor. Raises MemoryError if memory cannot be pinned."""
         pinned = like.device.type == "cuda"  # without pinning, no copy can overlap computation
-        blocks: list[Tensor] = []
+        buffers: list[Tensor] = []
         try:
-            for size in buffer_sizes(like.nbytes):
-                blocks.append(self.reuse_or_allocate(size, pinned))
+            for size in split_into_buffer_sizes(like.nbytes):
+                buffers.append(self.reuse_or_allocate(size, pinned))
         except RuntimeError as error:
-            self.release_buffers(blocks)
+            self.return_buffers(buffers)
             if not pinned or "out of memory" not in str(error):
                 raise
             more = f"{like.nbytes / 2**20:,.0f} MiB more of pinned CPU memory"
             way_out = "use smaller batches, or do without it"
             raise MemoryError(f"offload found no {more}: {way_out}") from error
-        return blocks
+        return buffers
 
     def reuse_or_allocate(self, size: int, pinned: bool) -> Tensor:
         """Return a host buffer of `size` bytes: a free one, or else a new one."""
@@ -79,13 +79,13 @@ class PinnedPool:
         self.buffers.append(block)
         return block
 
-    def release_buffers(self, buffers: list[Tensor]) -> None:
+    def return_buffers(self, buffers: list[Tensor]) -> None:
         """Return host buffers to the pool."""
         for block in buffers:
             self.free_buffers.setdefault(block.nbytes, []).append(block)
 
 
-def buffer_sizes(n: int) -> list[int]:
+def split_into_buffer_sizes(n: int) -> list[int]:
     """Return the sizes in bytes of the host buffers for `n` bytes, the largest first.
 
     There are at most six sizes, all powers of two. Their sum is at least n, and at most n * 33 / 32
@@ -98,7 +98,7 @@ def buffer_sizes(n: int) -> list[int]:
 
 def pinned_nbytes(n: int) -> int:
     """Return the total bytes of the host buffers for a tensor of `n` bytes."""
-    return sum(buffer_sizes(n))
+    return sum(split_into_buffer_sizes(n))
 
 
 def split_over_buffers(flat: Tensor, buffers: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -191,7 +191,7 @@ class Offload:
 
 def unpack(kept: Any) -> Tensor:
     """Return the tensor that `pack` replaced by `kept`."""
-    return kept if isinstance(kept, Tensor) else kept[0].wait().as_strided(*kept[1:])
+    return kept if isinstance(kept, Tensor) else kept[0].wait_until_fetched().as_strided(*kept[1:])
 
 
 class OffloadedStorage:
@@ -205,8 +205,8 @@ class OffloadedStorage:
         self.numel, self.dtype = whole.numel(), whole.dtype
         self.back: Tensor | None = None  # the copy on the device, finished or not
         self.streams = copy_streams(self.device)
-        # Let `out` wait for the compute stream. That stream computes the tensor. It has also
-        # waited (in `wait` or `__del__`) for the last copy that read these host buffers.
+        # Let `out` wait for the compute stream. That stream computes the tensor. It has also waited
+        # (in `wait_until_fetched` or `__del__`) for the last copy that read these host buffers.
         self.streams.out.wait_stream(self.streams.compute_stream())
         self.sent = self.streams.copy(self.streams.out, split_over_buffers(whole, buffers))
 
@@ -224,7 +224,7 @@ class OffloadedStorage:
         self.arrived = self.streams.copy(self.streams.home, homewards)
         self.back = back
 
-    def wait(self) -> Tensor:
+    def wait_until_fetched(self) -> Tensor:
         """Return the storage on its device, as a 1-D tensor that the compute stream may use."""
         self.prefetch()
         assert self.back is not None
@@ -232,10 +232,11 @@ class OffloadedStorage:
         return self.back
 
     def __del__(self) -> None:
-        # The copy back may still be running, if backward failed before it called `wait`.
+        # The copy back may still be running, if backward failed before it called
+        # `wait_until_fetched`.
         if self.back is not None:
             self.computing.wait_event(self.arrived)
-        self.pool.release_buffers(self.buffers)
+        self.pool.return_buffers(self.buffers)
 
 
 # Live tickets of one block or group, by (storage, version, dtype).

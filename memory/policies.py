@@ -144,10 +144,10 @@ def cheap(block: Any, x: Tensor) -> Tensor:
 
 def recompute_mlp(block: Any, x: Tensor, chunk_sizes: ChunkSizesFn = None) -> Tensor:
     """Recompute the MLP half, like --recompute-modules mlp of Megatron-LM."""
-    return block.add_residuals(x, block.attention, checkpointed_mlp(block, chunk_sizes))
+    return block.add_residuals(x, block.attention, make_checkpointed_mlp(block, chunk_sizes))
 
 
-def checkpointed_mlp(block: Any, chunk_sizes: ChunkSizesFn) -> Callable[[Tensor], Tensor]:
+def make_checkpointed_mlp(block: Any, chunk_sizes: ChunkSizesFn) -> Callable[[Tensor], Tensor]:
     """Return a function (B, T, C) -> (B, T, C): the MLP half in an activation checkpoint.
 
     With `chunk_sizes`, each chunk of tokens has its own checkpoint. Backward then recomputes one
@@ -239,8 +239,10 @@ MATMUL_OPS = [
 # From torch 2.14 on, this argument of torch's checkpoint decides whether hooks get these results.
 # Without the argument, torch warns that hooks will get them by default one day. Offload would then
 # move more tensors than the planner predicts.
-HAS_RESPECT_HOOKS = "respect_saved_tensors_hooks" in signature(torch_checkpoint).parameters
-HIDDEN_FROM_HOOKS = {"respect_saved_tensors_hooks": False} if HAS_RESPECT_HOOKS else {}
+HAS_RESPECT_HOOKS_ARGUMENT = "respect_saved_tensors_hooks" in signature(torch_checkpoint).parameters
+HIDE_FROM_HOOKS_KWARGS = (
+    {"respect_saved_tensors_hooks": False} if HAS_RESPECT_HOOKS_ARGUMENT else {}
+)
 
 
 def keep_results_of(operators: list) -> Callable[..., Tensor]:
@@ -251,17 +253,19 @@ def keep_results_of(operators: list) -> Callable[..., Tensor]:
         has_dropout, attention = block_has_dropout(block), block.attention
         # (Compiled code does not need this: there each random operator has its own RNG state.)
         if has_dropout and not torch.compiler.is_compiling():
-            attention = with_rng_restored_after(block.attention)
-        feed_forward = checkpointed_mlp(block, chunk_sizes) if chunk_sizes else block.feed_forward
+            attention = with_same_rng_after_replay(block.attention)
+        feed_forward = (
+            make_checkpointed_mlp(block, chunk_sizes) if chunk_sizes else block.feed_forward
+        )
         forward = partial(block.add_residuals, attention=attention, feed_forward=feed_forward)
         return activation_checkpoint(
-            forward, x, has_dropout=has_dropout, context_fn=contexts, **HIDDEN_FROM_HOOKS
+            forward, x, has_dropout=has_dropout, context_fn=contexts, **HIDE_FROM_HOOKS_KWARGS
         )
 
     return run
 
 
-def with_rng_restored_after(attention: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def with_same_rng_after_replay(attention: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Wrap a block's attention half, (B, T, C) -> (B, T, C): save the RNG's state after attention.
 
     Recomputation restores that state. On a GPU, attention draws its mask inside one operator. If
@@ -304,10 +308,10 @@ class Policy(NamedTuple):
     results of both c_proj. `sizes` in planner/formulas.py has the bytes of each name.
     """
 
-    saved_tensors: str  # names of the tensors that a block keeps
+    saved_tensor_names: str  # names of the tensors that a block keeps
     # Matmuls and attention that backward repeats. With dropout, backward also repeats the block's
     # last matmul if the policy repeats c_fc and keeps no mask.
-    recomputed_ops: str
+    recomputed_layers: str
     description: str  # the description for users
     forward: Callable[..., Tensor] | None = None  # (block, x) -> x; None: the plain forward
     by_operator: bool = False  # keeps attention's result only if one operator makes it
@@ -344,8 +348,8 @@ RECOMPUTE_POLICIES = tuple(POLICIES)
 # ---- the policy string: a policy for each block
 
 
-GRAMMAR = "POLICY[:N][,POLICY][/K][+nested][+offload]"
-STRING = re.compile(
+POLICY_GRAMMAR = "POLICY[:N][,POLICY][/K][+nested][+offload]"
+POLICY_STRING = re.compile(
     r"(\w+)(?::(\d{1,9})(?:,(\w+))?)?(?:/(\d{1,9}))?(\+nested)?(\+offload)?", re.ASCII
 )
 
@@ -365,7 +369,7 @@ class RecomputePlan(NamedTuple):
         return any(POLICIES[policy].supports_mlp_chunks for policy in self.policies)
 
     @property
-    def checkpoint_groups(self) -> list[tuple[str, int]]:
+    def policies_by_group(self) -> list[tuple[str, int]]:
         """Return (policy, number of blocks) of each call in MiniGPT.forward.
 
         One call runs one block, or a group of blocks that share a checkpoint.
@@ -384,12 +388,12 @@ def parse_recompute_plan(text: str, n_layers: int) -> RecomputePlan:
     `mlp:7`      `mlp` in the first 7 blocks, `none` in the others
     `mlp:7,full` `mlp` in the first 7 blocks, `full` in the others
     `full/2`     `full`, with one checkpoint around every 2 blocks; `full:8/2`: in the first 8
-    `+nested`    also one checkpoint around each block inside the group: see `as_one_block`
+    `+nested`    also one checkpoint around each block inside the group: see `run_as_one_block`
     `+offload`   CPU memory holds the tensors that the policies keep
 
     Raises ValueError if the string is invalid. The message is one line and has the grammar.
     """
-    match = STRING.fullmatch(text)
+    match = POLICY_STRING.fullmatch(text)
     first, n, rest, group, nested, offload = match.groups() if match else [""] * 6
     n, group, rest = n_layers if n is None else int(n or 0), int(group or 1), rest or "none"
     wrong = ""
@@ -406,21 +410,21 @@ def parse_recompute_plan(text: str, n_layers: int) -> RecomputePlan:
     elif nested and group == 1:
         wrong = "only groups can be nested: full/2+nested, or more than 2"
     if wrong:
-        raise ValueError(f"recompute must be {GRAMMAR}, not {text[:40]!r}: {wrong}")
+        raise ValueError(f"recompute must be {POLICY_GRAMMAR}, not {text[:40]!r}: {wrong}")
     policies = (first,) * n + (rest,) * (n_layers - n)
     nothing = set(policies) == {"none"}
     group = group if n else 1
     return RecomputePlan(policies, group, bool(nested) and group > 1, bool(offload) and not nothing)
 
 
-def recompute_plan(config: Any) -> RecomputePlan:
+def parse_config_recompute(config: Any) -> RecomputePlan:
     """Parse the policy string of a model.MiniGPTConfig."""
     return parse_recompute_plan(config.recompute, config.n_layers)
 
 
 def normalized_recompute(config: Any) -> str:
     """Return the shortest policy string that means the same as the string of the config."""
-    return format_recompute_plan(recompute_plan(config))
+    return format_recompute_plan(parse_config_recompute(config))
 
 
 def format_recompute_plan(recompute: RecomputePlan) -> str:
@@ -452,7 +456,7 @@ def block_policy(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tenso
     )
 
 
-class BlockCalls:
+class BlocksWithPolicies:
     """The calls of MiniGPT.forward, in order: one per block or group, by `config.recompute`.
 
     Evaluation recomputes nothing.
@@ -469,16 +473,18 @@ class BlockCalls:
         # If torch's checkpoint ignores the RNG, use `activation_checkpoint` instead.
         loses_rng = config.dropout > 0 and checkpoint_loses_rng(next(model.parameters()).device)
         known = config.recompute in ("none", "full") and config.mlp_chunks == 1 and not loses_rng
-        return self.plain(model) if known or not model.training else self.calls(model, loses_rng)
+        return (
+            self.plain(model) if known or not model.training else self.iter_calls(model, loses_rng)
+        )
 
-    def calls(self, model: Any, loses_rng: bool) -> Iterator[BlockCall]:
+    def iter_calls(self, model: Any, loses_rng: bool) -> Iterator[BlockCall]:
         """Yield the pairs of `__call__`. `loses_rng`: torch's checkpoint ignores the RNG."""
         config, blocks, offload = model.config, iter(model.blocks), Offload(self.offload_pool)
-        plan = recompute_plan(config)
+        plan = parse_config_recompute(config)
         try:
-            for i, (policy, size) in enumerate(plan.checkpoint_groups):
+            for i, (policy, size) in enumerate(plan.policies_by_group):
                 group, is_full = list(islice(blocks, size)), policy == "full"
-                run = group[0] if size == 1 else partial(as_one_block, group, plan.nested)
+                run = group[0] if size == 1 else partial(run_as_one_block, group, plan.nested)
                 if policy_function := block_policy(policy, config.d_ff, config.mlp_chunks):
                     run = partial(run, policy=policy_function)
                 # Checkpoint here, not in MiniGPT.forward: for the RNG (see `__call__`), or because
@@ -489,14 +495,14 @@ class BlockCalls:
                 if plan.offload:
                     # Do not offload tensors of the last call. Its backward comes first, so the
                     # tensors would be copied back at once.
-                    moves = policy != "none" and i + 1 < len(plan.checkpoint_groups)
+                    moves = policy != "none" and i + 1 < len(plan.policies_by_group)
                     run = offload.wrap(run, moves, group)
                 yield run, is_full
         finally:
             offload.wait_for_copies()
 
 
-def as_one_block(
+def run_as_one_block(
     blocks: list, nested: bool, x: Tensor, kv_cache: None = None, policy: Callable | None = None
 ) -> Tensor:
     """Run a group of K blocks, x (B, T, C) -> (B, T, C); MiniGPT.forward calls it like one block.

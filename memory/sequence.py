@@ -24,7 +24,7 @@ from torch import Tensor
 
 # An all-to-all: (1-D tensor to send, number of elements for each rank, number of elements from each
 # rank) -> 1-D tensor of the received elements, in the order of the ranks.
-AllToAll = Callable[[Tensor, list[int], list[int]], Tensor]
+AllToAllFn = Callable[[Tensor, list[int], list[int]], Tensor]
 
 
 def split_evenly(n: int, world_size: int) -> list[int]:
@@ -35,7 +35,7 @@ def split_evenly(n: int, world_size: int) -> list[int]:
 class SequenceShard:
     """This rank's part of each sequence: its tokens, and its heads in attention."""
 
-    def __init__(self, rank: int, world_size: int, n_heads: int, all_to_all: AllToAll):
+    def __init__(self, rank: int, world_size: int, n_heads: int, all_to_all: AllToAllFn):
         """Set up the part of rank `rank`. `all_to_all` exchanges elements with all ranks."""
         self.rank, self.all_to_all = rank, all_to_all
         self.heads = split_evenly(n_heads, world_size)  # number of heads per rank
@@ -71,25 +71,31 @@ class SequenceShard:
         """Exchange tokens for heads: (B, t, nC) -> (B, T, nhD). x is `n` tensors side by side."""
         rows = x.unflatten(2, (n, sum(self.heads), -1)).transpose(0, 1)  # (t, B, n, H, D)
         B, D = rows.size(1), rows.size(4)
-        send, take = self.split_sizes(B * n * D)
-        sent = x.new_empty(x.numel())
+        send_sizes, receive_sizes = self.all_to_all_sizes(B * n * D)
+        to_send = x.new_empty(x.numel())
         # The first dimension is tokens, so the received parts are in order without another copy.
-        for part, place in zip(rows.split(self.heads, dim=3), sent.split(send), strict=True):
+        for part, place in zip(
+            rows.split(self.heads, dim=3), to_send.split(send_sizes), strict=True
+        ):
             place.view(part.shape).copy_(part)
-        return self.all_to_all(sent, send, take).view(sum(self.tokens), B, -1).transpose(0, 1)
+        return (
+            self.all_to_all(to_send, send_sizes, receive_sizes)
+            .view(sum(self.tokens), B, -1)
+            .transpose(0, 1)
+        )
 
     def to_tokens(self, n: int, x: Tensor) -> Tensor:
         """Exchange heads for tokens: (B, T, nhD) -> (B, t, nC). x is `n` tensors side by side."""
         B, D = x.size(0), x.size(2) // (n * self.heads[self.rank])
-        take, send = self.split_sizes(B * n * D)
-        came = self.all_to_all(x.transpose(0, 1).reshape(-1), send, take)
+        receive_sizes, send_sizes = self.all_to_all_sizes(B * n * D)
+        received = self.all_to_all(x.transpose(0, 1).reshape(-1), send_sizes, receive_sizes)
         y = x.new_empty(B, self.tokens[self.rank], n, sum(self.heads), D)
         places = y.transpose(0, 1).split(self.heads, dim=3)
-        for part, place in zip(came.split(take), places, strict=True):
+        for part, place in zip(received.split(receive_sizes), places, strict=True):
             place.copy_(part.view(place.shape))
         return y.flatten(2)
 
-    def split_sizes(self, numbers: int) -> tuple[list[int], list[int]]:
+    def all_to_all_sizes(self, numbers: int) -> tuple[list[int], list[int]]:
         """Return two lists with a number of elements for each rank.
 
         The first list is for this rank's tokens in each rank's heads. The second list is for each

@@ -24,18 +24,18 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from .operators import EMPTY, PRECISIONS
+from .operators import EMPTY, MATMUL_DTYPES
 from .step import (
     forward_and_backward,
-    make_state,
-    name_what_is_there,
+    label_existing_storages,
+    make_optimizer_state,
+    record_simulated_ops,
     register_phase_hooks,
-    simulated_on,
 )
 from .timeline import StepMemory, split_into_segments
 
 # Exception that a model raises on fake tensors -> the reason that the error message gives.
-WHY_NOT: dict[type[Exception], str] = {
+REASON_BY_EXCEPTION: dict[type[Exception], str] = {
     DataDependentOutputException: "it needs the value of a tensor, and fake tensors have none",
     DynamicOutputShapeException: "it needs the values of a tensor, and fake tensors have none",
     UnsupportedOperatorException: "an operator that fake tensors do not have",
@@ -92,7 +92,7 @@ def plan_step(
         (not {*model.modules()}.issuperset(stack), "blocks: some are no modules of the model"),
         (recompute not in ("none", "full"), f"recompute: none or full, not {recompute}"),
         (recompute == "full" and not stack, "recompute: full needs blocks, as model.transformer.h"),
-        (precision not in PRECISIONS, f"precision: one of {PRECISIONS}, not {precision}"),
+        (precision not in MATMUL_DTYPES, f"precision: one of {MATMUL_DTYPES}, not {precision}"),
         (device_type not in ("cpu", "cuda", "mps"), f"device_type: cpu, cuda, mps: {device_type}?"),
     ):
         if is_wrong:
@@ -100,7 +100,9 @@ def plan_step(
     fake = FakeModeWithRealInts(allow_non_fake_inputs=True)  # unregistered tensors stay real
     leaves = [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
     with fake:
-        copies = {id(leaf): copy_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        copies = {
+            id(leaf): copy_for_simulation(leaf) for leaf in leaves if isinstance(leaf, Tensor)
+        }
     model, stack, batch = deepcopy((model, stack, batch), cast(Any, copies))
     if recompute == "full":
         for block in stack:
@@ -112,13 +114,15 @@ def plan_step(
             config.use_cache = False
     try:
         with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-            return simulate(fake, model, batch, optimizer, stack, precision, device_type)
-    except tuple(WHY_NOT) as error:
+            return simulate_step_memory(
+                fake, model, batch, optimizer, stack, precision, device_type
+            )
+    except tuple(REASON_BY_EXCEPTION) as error:
         first_line = str(error).partition("\n")[0]
-        raise ValueError(f"model: {WHY_NOT[type(error)]}: {first_line}") from error
+        raise ValueError(f"model: {REASON_BY_EXCEPTION[type(error)]}: {first_line}") from error
 
 
-def simulate(
+def simulate_step_memory(
     fake: FakeTensorMode,
     model: nn.Module,
     batch: Mapping[str, Any] | Sequence[Any],
@@ -146,17 +150,17 @@ def simulate(
             # Set torch's default for the planned device. (torch itself would choose the default for
             # a CPU, because these tensors are on a CPU.)
             group["foreach"] = device_type == "cuda" and not group.get("fused")
-        make_state(optimizer, trained)
-    with simulated_on(device_type, fake) as log:
+        make_optimizer_state(optimizer, trained)
+    with record_simulated_ops(device_type, fake) as log:
         if blocks:
             register_phase_hooks(blocks, blocks[-1], log)
         for tensor, name in names.items():
-            log.label(tensor, "parameters", name)  # also buffers and frozen weights
-        name_what_is_there(log, names, optimizer, {})
+            log.label_storage(tensor, "parameters", name)  # also buffers and frozen weights
+        label_existing_storages(log, names, optimizer, {})
         for tensor in filter(torch.is_tensor, tree_leaves(batch)):
-            log.label(tensor, "activations", "batch")
+            log.label_storage(tensor, "activations", "batch")
         forward_and_backward(log, lambda: loss_in(model(*args, **kwargs)), precision, True)
-        name_what_is_there(log, names, optimizer, {})
+        label_existing_storages(log, names, optimizer, {})
         log.enter_phase("optimizer")
         optimizer.step()
     return StepMemory(None, 0, 0, [(segment, 0) for segment in split_into_segments(log)])
@@ -175,7 +179,7 @@ def loss_in(result: Any) -> Tensor:
     return loss
 
 
-def is_fake(tensor: Tensor) -> bool:
+def becomes_fake(tensor: Tensor) -> bool:
     """Return True for a tensor that has no data in the simulation.
 
     Such a tensor is fake, is on the device "meta", or has floating-point elements.
@@ -183,12 +187,12 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.is_floating_point()
 
 
-def copy_of(tensor: Tensor) -> Tensor:
+def copy_for_simulation(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor on the CPU.
 
-    The copy has no data if `is_fake(tensor)`. Call this function only inside a FakeTensorMode.
+    The copy has no data if `becomes_fake(tensor)`. Call this function only inside a FakeTensorMode.
     """
-    if not is_fake(tensor):
+    if not becomes_fake(tensor):
         return tensor.to("cpu", copy=True)
     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
@@ -206,6 +210,6 @@ class FakeModeWithRealInts(FakeTensorMode):
         tensors = [*filter(torch.is_tensor, tree_leaves((args, kwargs)))]
         dtype = torch.int64 if name == "arange" else kwargs.get("dtype") or torch.float32
         makes_integers = tensors or not dtype.is_floating_point
-        if makes_integers and name not in EMPTY and not any(map(is_fake, tensors)):
+        if makes_integers and name not in EMPTY and not any(map(becomes_fake, tensors)):
             return func(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -18,7 +18,7 @@ from .roofline import Card, this_machine
 GIB = 2**30
 
 
-def card(
+def make_card(
     name: str, gib: float, float32: float, bfloat16: float, float16: float, gb_per_s: float
 ) -> Card:
     """Return the Card with these figures.
@@ -45,17 +45,17 @@ GEFORCE = (
     # Accumulate" and "FP32". RTX 3060, 4060, 4060 Ti and 4070 came after these papers. Their FLOP/s
     # are computed as CUDA cores x boost clock (from NVIDIA's product pages) x 2 in float32, and
     # x 4 in bfloat16 and float16.
-    card("RTX 3060 12GB", 11.6, 12.7, 25.5, 25.5, 360),
-    card("RTX 3070", 7.6, 20.3, 40.6, 40.6, 448),
-    card("RTX 3080 10GB", 9.6, 29.8, 59.5, 59.5, 760),
-    card("RTX 3090", 23.5, 35.6, 71, 71, 936),
-    card("RTX 4060", 7.6, 15.1, 30.2, 30.2, 272),
-    card("RTX 4060 Ti 16GB", 15.4, 22.1, 44.1, 44.1, 288),
-    card("RTX 4070", 11.6, 29.1, 58.3, 58.3, 504),
-    card("RTX 4080", 15.4, 48.7, 97.5, 97.5, 716.8),
-    card("RTX 4090", 23.4, 82.6, 165.2, 165.2, 1008),
-    card("RTX 5080", 15.4, 56.3, 112.6, 112.6, 960),
-    card("RTX 5090", 31.3, 104.8, 209.5, 209.5, 1792),
+    make_card("RTX 3060 12GB", 11.6, 12.7, 25.5, 25.5, 360),
+    make_card("RTX 3070", 7.6, 20.3, 40.6, 40.6, 448),
+    make_card("RTX 3080 10GB", 9.6, 29.8, 59.5, 59.5, 760),
+    make_card("RTX 3090", 23.5, 35.6, 71, 71, 936),
+    make_card("RTX 4060", 7.6, 15.1, 30.2, 30.2, 272),
+    make_card("RTX 4060 Ti 16GB", 15.4, 22.1, 44.1, 44.1, 288),
+    make_card("RTX 4070", 11.6, 29.1, 58.3, 58.3, 504),
+    make_card("RTX 4080", 15.4, 48.7, 97.5, 97.5, 716.8),
+    make_card("RTX 4090", 23.4, 82.6, 165.2, 165.2, 1008),
+    make_card("RTX 5080", 15.4, 56.3, 112.6, 112.6, 960),
+    make_card("RTX 5090", 31.3, 104.8, 209.5, 209.5, 1792),
 )
 DATA_CENTRE = (
     # Source: NVIDIA's data sheets of V100 (SXM2), T4, RTX A6000, RTX 6000 Ada, L4, A100, H100 (SXM
@@ -64,20 +64,20 @@ DATA_CENTRE = (
     # A10G 125 TFLOP/s. That is the figure of another card, the A10.) RTX A6000 is a workstation
     # card; its error correction is off by default.
     # V100 and T4 have no hardware for bfloat16: products in bfloat16 run at the rate of float32.
-    card("V100 16GB", 15.7, 15.7, 15.7, 125, 900),
-    card("V100 32GB", 31.7, 15.7, 15.7, 125, 900),
-    card("T4", 14.5, 8.1, 8.1, 65, 320),
-    card("L4", 22, 30.3, 121, 121, 300),
-    card("A10G", 21.9, 35, 70, 70, 600),
-    card("RTX A6000", 47.4, 38.7, 154.8, 154.8, 768),
-    card("RTX 6000 Ada", 44.4, 91.1, 364.2, 364.2, 960),
-    card("A100 40GB", 39.3, 19.5, 312, 312, 1555),  # SXM and PCIe
-    card("A100", 79.1, 19.5, 312, 312, 2039),  # 80 GB, SXM
-    card("A100 PCIe", 79.1, 19.5, 312, 312, 1935),  # 80 GB
-    card("H100", 79.1, 67, 989, 989, 3350),  # SXM
-    card("H100 PCIe", 79.1, 51, 756, 756, 2000),
-    card("H200", 139.7, 67, 989, 989, 4800),
-    card("B200", 178.3, 75, 2250, 2250, 7700),
+    make_card("V100 16GB", 15.7, 15.7, 15.7, 125, 900),
+    make_card("V100 32GB", 31.7, 15.7, 15.7, 125, 900),
+    make_card("T4", 14.5, 8.1, 8.1, 65, 320),
+    make_card("L4", 22, 30.3, 121, 121, 300),
+    make_card("A10G", 21.9, 35, 70, 70, 600),
+    make_card("RTX A6000", 47.4, 38.7, 154.8, 154.8, 768),
+    make_card("RTX 6000 Ada", 44.4, 91.1, 364.2, 364.2, 960),
+    make_card("A100 40GB", 39.3, 19.5, 312, 312, 1555),  # SXM and PCIe
+    make_card("A100", 79.1, 19.5, 312, 312, 2039),  # 80 GB, SXM
+    make_card("A100 PCIe", 79.1, 19.5, 312, 312, 1935),  # 80 GB
+    make_card("H100", 79.1, 67, 989, 989, 3350),  # SXM
+    make_card("H100 PCIe", 79.1, 51, 756, 756, 2000),
+    make_card("H200", 139.7, 67, 989, 989, 4800),
+    make_card("B200", 178.3, 75, 2250, 2250, 7700),
 )
 APPLE = (
     # Each chip is sold with several memory sizes. The table has the smallest size from 16 GB on:
@@ -93,21 +93,21 @@ APPLE = (
     # M2 Max are the M2's FLOP/s per core times their cores. The FLOP/s of M3 and M4 chips are
     # estimates: 256 FLOPs per core and clock cycle, at 1.4 GHz (M3) or 1.57 GHz (M4). Other tables
     # have up to 16 % more.
-    card("M1", 10.6, 2.6, 2.6, 2.6, 68.25),
-    card("M1 Pro", 10.6, 5.2, 5.2, 5.2, 200),
-    card("M1 Max", 21.3, 10.4, 10.4, 10.4, 400),
-    card("M1 Ultra", 48, 21, 21, 21, 800),
-    card("M2", 10.6, 3.6, 3.6, 3.6, 100),
-    card("M2 Pro", 10.6, 6.8, 6.8, 6.8, 200),
-    card("M2 Max", 21.3, 13.6, 13.6, 13.6, 400),
-    card("M3", 10.6, 3.6, 3.6, 3.6, 100),
-    card("M3 Pro", 12, 6.4, 6.4, 6.4, 150),
-    card("M3 Max 30-core", 27, 10.8, 10.8, 10.8, 300),
-    card("M3 Max 40-core", 36, 14.3, 14.3, 14.3, 400),
-    card("M4", 10.6, 4, 4, 4, 120),
-    card("M4 Pro", 16, 8, 8, 8, 273),
-    card("M4 Max 32-core", 27, 12.9, 12.9, 12.9, 410),
-    card("M4 Max 40-core", 36, 16.1, 16.1, 16.1, 546),
+    make_card("M1", 10.6, 2.6, 2.6, 2.6, 68.25),
+    make_card("M1 Pro", 10.6, 5.2, 5.2, 5.2, 200),
+    make_card("M1 Max", 21.3, 10.4, 10.4, 10.4, 400),
+    make_card("M1 Ultra", 48, 21, 21, 21, 800),
+    make_card("M2", 10.6, 3.6, 3.6, 3.6, 100),
+    make_card("M2 Pro", 10.6, 6.8, 6.8, 6.8, 200),
+    make_card("M2 Max", 21.3, 13.6, 13.6, 13.6, 400),
+    make_card("M3", 10.6, 3.6, 3.6, 3.6, 100),
+    make_card("M3 Pro", 12, 6.4, 6.4, 6.4, 150),
+    make_card("M3 Max 30-core", 27, 10.8, 10.8, 10.8, 300),
+    make_card("M3 Max 40-core", 36, 14.3, 14.3, 14.3, 400),
+    make_card("M4", 10.6, 4, 4, 4, 120),
+    make_card("M4 Pro", 16, 8, 8, 8, 273),
+    make_card("M4 Max 32-core", 27, 12.9, 12.9, 12.9, 410),
+    make_card("M4 Max 40-core", 36, 16.1, 16.1, 16.1, 546),
 )
 CARDS = {card.name: card for card in (*GEFORCE, *DATA_CENTRE, *APPLE)}
 
@@ -140,7 +140,7 @@ CANONICAL_NAMES = {
 }
 
 
-def card_name(text: str) -> str:
+def canonical_card_name(text: str) -> str:
     """Return the name in CARDS of the card that `text` means, or THIS_MACHINE.
 
     argparse calls this function for the value of --card. Valid texts are "RTX 4090", "rtx-4090",
@@ -162,7 +162,7 @@ def card_name(text: str) -> str:
     return CANONICAL_NAMES[normalize_name(text)]
 
 
-def find_card(device_name: str, memory: int) -> Card | None:
+def match_card(device_name: str, memory: int) -> Card | None:
     """Return the card that CUDA calls `device_name`; None if CARDS does not have this card.
 
     The result is also None if `memory` (bytes) and the card's memory differ by 15 % or more. A
@@ -186,7 +186,7 @@ def choose_card(args: argparse.Namespace, device: torch.device) -> Card | None:
     card = CARDS.get(args.card)
     if card is None and device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        card = find_card(properties.name, properties.total_memory)
+        card = match_card(properties.name, properties.total_memory)
     if card and args.tf32:
         float32, bfloat16, float16 = card.flops
         card = replace(card, flops=(max(float32, bfloat16 / 2), bfloat16, float16))

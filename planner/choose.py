@@ -6,7 +6,7 @@ from itertools import permutations
 
 from memory import POLICIES, RECOMPUTE_POLICIES
 
-from .formulas import recompute_cost
+from .formulas import recompute_cost_key
 from .roofline import Card
 from .step import Planner
 from .timeline import StepMemory
@@ -14,7 +14,7 @@ from .timeline import StepMemory
 UNIFORM_POLICIES = (*RECOMPUTE_POLICIES, "full/2")  # one policy for all blocks
 
 
-def pick_recompute(
+def pick_fastest_fitting_step(
     planner: Planner, batch_size: int, budget: int, card: Card | None = None
 ) -> StepMemory:
     """Return the fastest step whose peak is at most `budget` bytes, over all recompute policies.
@@ -22,7 +22,7 @@ def pick_recompute(
     The candidates are every policy in all blocks, and every pair of policies. A pair has one policy
     in the first N blocks and another policy in the rest, for every N. With a `card` the fastest
     step is the step with the fewest predicted seconds. Without a card it is the step with the
-    lowest `recompute_cost`, which compares first the recomputed FLOPs of matrix products. If
+    lowest `recompute_cost_key`, which compares first the recomputed FLOPs of matrix products. If
     several steps are equally fast, the step with the smallest peak is returned.
 
     If no candidate fits, nested groups (`full/K+nested`) are tried, which are slower than all
@@ -35,7 +35,7 @@ def pick_recompute(
     none = planner.step(batch_size, recompute="none")
     if none.peak <= budget:
         return none
-    steps = candidates(planner, batch_size, card)
+    steps = rank_candidate_steps(planner, batch_size, card)
     for step in steps:
         if step.peak <= budget:
             return step
@@ -60,27 +60,30 @@ def nested_policies(n_layers: int) -> list[str]:
     return [f"full/{K}+nested" for K in group_sizes]
 
 
-def candidates(planner: Planner, batch_size: int, card: Card | None = None) -> list[StepMemory]:
-    """Return the candidates of `pick_recompute`, the fastest first.
+def rank_candidate_steps(
+    planner: Planner, batch_size: int, card: Card | None = None
+) -> list[StepMemory]:
+    """Return the candidates of `pick_fastest_fitting_step`, the fastest first.
 
     Equally fast candidates are sorted by peak, the smallest first. `card`: the fastest candidate
-    has the fewest predicted seconds on this card; None: it has the lowest `recompute_cost`.
+    has the fewest predicted seconds on this card; None: it has the lowest `recompute_cost_key`.
     """
 
     def cost(step: StepMemory) -> tuple:
-        replayed = recompute_cost(step.config, step.seq_len)
+        replayed = recompute_cost_key(step.config, step.seq_len)
         return (*((step.seconds(card),) if card else replayed), step.peak)
 
-    names = policy_strings(planner.config.n_layers, uniform_policies(planner))
+    names = enumerate_policy_strings(planner.config.n_layers, uniform_policies(planner))
     steps = [planner.step(batch_size, recompute=name) for name in names]
     return sorted(steps, key=cost)
 
 
 def pareto_frontier(steps: list[StepMemory]) -> list[StepMemory]:
-    """Return those of `steps` that `pick_recompute` returns for some budget.
+    """Return those of `steps` that `pick_fastest_fitting_step` returns for some budget.
 
-    `steps`: the result of `candidates`, the fastest first. The returned list begins with the step
-    that recomputes nothing. Each further step in it has a smaller peak than all faster steps.
+    `steps`: the result of `rank_candidate_steps`, the fastest first. The returned list begins with
+    the step that recomputes nothing. Each further step in it has a smaller peak than all faster
+    steps.
     """
     frontier = [step for step in steps if step.config.recompute == "none"]
     for step in steps:
@@ -102,7 +105,9 @@ def uniform_policies(planner: Planner) -> list[str]:
     return [policy for policy in UNIFORM_POLICIES if policy not in left_out]
 
 
-def policy_strings(n_layers: int, policies: Sequence[str] = UNIFORM_POLICIES) -> list[str]:
+def enumerate_policy_strings(
+    n_layers: int, policies: Sequence[str] = UNIFORM_POLICIES
+) -> list[str]:
     """Return a policy string for each policy in all blocks, and for each pair of policies.
 
     A pair has one policy in the first N blocks and another policy in the rest. Only the first

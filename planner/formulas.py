@@ -10,13 +10,13 @@ import math
 
 import torch
 
-from memory import POLICIES, RECOMPUTE_POLICIES, recompute_plan
-from memory.head import VOCAB_MULTIPLE, addmm_rows, count_chunks, softmax_slice_rows
+from memory import POLICIES, RECOMPUTE_POLICIES, parse_config_recompute
+from memory.head import VOCAB_MULTIPLE, count_chunks, rows_per_addmm, softmax_slice_rows
 from memory.policies import sizes_of_chunks
 from model import MiniGPTConfig
 
 
-def closed_form(
+def closed_form_bytes(
     config: MiniGPTConfig,
     batch_size: int,
     seq_len: int,
@@ -83,8 +83,8 @@ def closed_form(
         "results": 2 * a * N * C,
     }
     kept_bytes = 0
-    for policy, _ in recompute_plan(config).checkpoint_groups:
-        kept_bytes += sum(sizes[name] for name in POLICIES[policy].saved_tensors.split())
+    for policy, _ in parse_config_recompute(config).policies_by_group:
+        kept_bytes += sum(sizes[name] for name in POLICIES[policy].saved_tensor_names.split())
     return {
         "parameters": 4 * P,
         "gradients": 4 * P,
@@ -95,14 +95,14 @@ def closed_form(
 
 
 def count_parameters(config: MiniGPTConfig) -> int:
-    """Return the number of parameters, which is P in `closed_form`."""
+    """Return the number of parameters, which is P in `closed_form_bytes`."""
     V, C, F = config.vocab_size, config.d_model, config.d_ff
     P = (V + config.max_position_embeddings) * C + 2 * C
     return P + config.n_layers * (4 * C * C + 2 * C * F + 9 * C + F)
 
 
 def optimizer_bytes(config: MiniGPTConfig, optimizer: str, moments: torch.dtype) -> int:
-    """Return the bytes that the optimizer keeps between steps: `optimizer` of `closed_form`.
+    """Return the bytes that the optimizer keeps between steps: `optimizer` of `closed_form_bytes`.
 
     `optimizer`: a value of --optimizer. `moments`: dtype of the optimizer's moments.
     """
@@ -124,7 +124,7 @@ def state_bytes(
 
 
 def head_bytes(config: MiniGPTConfig, n_tokens: int, precision: torch.dtype) -> int:
-    """Return the head's bytes for `n_tokens` tokens: `head` of `closed_form`."""
+    """Return the head's bytes for `n_tokens` tokens: `head` of `closed_form_bytes`."""
     V, C, amp = config.vocab_size, config.d_model, precision != torch.float32
     if config.loss_chunks == 1:
         return 12 * V * n_tokens + 2 * amp * (V * C + n_tokens * C)
@@ -133,7 +133,7 @@ def head_bytes(config: MiniGPTConfig, n_tokens: int, precision: torch.dtype) -> 
     r = softmax_slice_rows(n, V)
     padded = V + (-V % VOCAB_MULTIPLE if amp else 0)
     softmax = 4 * r + 4 * V * r * amp
-    some_rows = 2 * C * min(addmm_rows(C), V) * amp
+    some_rows = 2 * C * min(rows_per_addmm(C), V) * amp
     transient = max(softmax, a * n * C, some_rows)
     copies = 2 * (padded + n) * C * amp
     return 4 * (V + n_tokens) * C + 13 * n + copies + a * padded * n + transient
@@ -166,35 +166,39 @@ def flops_per_token(
     flops = {"c_attn": 6 * C * C, "attention": 2 * seq_len * C, "c_proj": 2 * C * C, "c_fc": linear}
     before_last = sum(sizes_of_chunks(seq_len, F, config.mlp_chunks)[:-1]) / max(seq_len, 1)
     recomputed: float = 0
-    for policy, blocks in recompute_plan(config).checkpoint_groups:
+    for policy, blocks in parse_config_recompute(config).policies_by_group:
         keeps, matmuls = (names.split() for names in POLICIES[policy][:2])
         # Recomputation of a group runs all its blocks to their ends, but stops early in the last
         # block. In a nested group it leaves out the last block. Then each block is recomputed
         # alone, and its recomputation stops early. With `full` a compiled block never stops early.
-        nested = recompute_plan(config).nested and blocks > 1
-        runs = 2 * blocks - 1 if nested else blocks
+        nested = parse_config_recompute(config).nested and blocks > 1
+        n_block_runs = 2 * blocks - 1 if nested else blocks
         # With dropout a recomputation also makes the second mask, so it runs the last matmul, which
         # comes before this mask. (If a policy is compiled with its block, recomputation makes the
         # mask without that matmul. But the checkpoint of `full` is outside of the compiled block,
         # so it runs the whole block.)
-        to_the_end = policy == "full" if compiled else config.dropout > 0
-        stopped = 0 if to_the_end else blocks if nested else 1
-        last_matmuls = linear * (runs - stopped) * ("c_fc" in matmuls and "mask" not in keeps)
-        recomputed += runs * sum(flops[name] for name in matmuls) + last_matmuls
+        never_stops_early = policy == "full" if compiled else config.dropout > 0
+        n_early_stops = 0 if never_stops_early else blocks if nested else 1
+        last_matmuls = (
+            linear * (n_block_runs - n_early_stops) * ("c_fc" in matmuls and "mask" not in keeps)
+        )
+        recomputed += n_block_runs * sum(flops[name] for name in matmuls) + last_matmuls
         if config.mlp_chunks != 1 and POLICIES[policy].supports_mlp_chunks and policy != "mlp":
             # Each chunk has a checkpoint inside the block's checkpoint. Recomputation of the block
             # runs both MLP layers of all chunks except the last, and then stops. After that each
             # chunk is recomputed alone.
-            recomputed += linear * (blocks - stopped) + 2 * linear * before_last * stopped
+            recomputed += (
+                linear * (blocks - n_early_stops) + 2 * linear * before_last * n_early_stops
+            )
     forward = config.n_layers * (sum(flops.values()) + linear) + 2 * config.vocab_size * C
     return 3 * forward, recomputed
 
 
-def recompute_cost(config: MiniGPTConfig, seq_len: int) -> tuple[float, int]:
+def recompute_cost_key(config: MiniGPTConfig, seq_len: int) -> tuple[float, int]:
     """Return a key that sorts policies by cost: (recomputed FLOPs per token, sum of indices).
 
     The second value breaks ties. It is the sum, over all blocks, of the index of the block's policy
     in RECOMPUTE_POLICIES.
     """
-    replays = sum(map(RECOMPUTE_POLICIES.index, recompute_plan(config).policies))
+    replays = sum(map(RECOMPUTE_POLICIES.index, parse_config_recompute(config).policies))
     return flops_per_token(config, seq_len)[1], replays

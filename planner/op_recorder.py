@@ -25,10 +25,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .operators import EMPTY, count_flops, precision_of, signature, tensors_in
+from .operators import EMPTY, count_flops, precision_index, signature, tensors_in
 
 ROOT = Path(__file__).parent.parent
-RUNS_AGAIN = ("model.py", "memory/policies.py")  # in backward these files run only to recompute
+RECOMPUTED_FILES = (
+    "model.py",
+    "memory/policies.py",
+)  # in backward these files run only to recompute
 
 
 @dataclass(eq=False)
@@ -55,8 +58,9 @@ class CallSite(NamedTuple):
     """The module and the line that called an operator."""
 
     module: str  # "blocks.0.mlp.c_fc"; "": the model itself, or no module
-    line: str  # "model.py:106"
-    # The operator belongs to backward. `module` and `line` are then those of its forward operator.
+    file_and_line: str  # "model.py:106"
+    # The operator belongs to backward. `module` and `file_and_line` are then those of its forward
+    # operator.
     is_backward: bool = False
 
 
@@ -69,17 +73,18 @@ PhaseMark = tuple[int, str, int | None]
 class Op(NamedTuple):
     """An operator that ran.
 
-    An operator that returns a view has the name "", and only its `place` and `call_site` are set.
+    An operator that returns a view has the name "", and only its `phase_mark` and `call_site` are
+    set.
     """
 
     name: str
-    place: PhaseMark
+    phase_mark: PhaseMark
     call_site: CallSite = UNKNOWN_SITE
     inputs: tuple[tuple[str, Storage], ...] = ()  # (argument's name, storage)
-    outputs: tuple[tuple[int, Storage], ...] = ()  # (index of the result, new storage)
+    new_outputs: tuple[tuple[int, Storage], ...] = ()  # (index of the result, new storage)
     bytes: int = 0  # number of bytes that it reads and writes
     flops: float = 0  # FLOPs of its matrix products, 2 per multiply-add
-    precision: int = 0  # dtype of its matrix products, as an index into PRECISIONS
+    precision_index: int = 0  # dtype of its matrix products, as an index into MATMUL_DTYPES
     times: int = 1  # number of equal operators that this entry represents
 
 
@@ -96,15 +101,15 @@ class OpRecorder(TorchDispatchMode):
         self, sources: "CallSiteTracker | None" = None, kernel_workspace: Any = None
     ) -> None:
         super().__init__()
-        self.sources, self.inside = sources, kernel_workspace
-        self.places: list[PhaseMark] = [(0, "", None)]
-        self.ops = [Op("", self.places[0])]  # index: number; 0: the time before the step
+        self.sources, self.kernel_workspace = sources, kernel_workspace
+        self.phase_marks: list[PhaseMark] = [(0, "", None)]
+        self.ops = [Op("", self.phase_marks[0])]  # index: number; 0: the time before the step
         self.storages: list[Storage] = []  # in order of birth
-        self.known: dict[int, tuple[weakref.ref, Storage]] = {}  # live storages, by address
+        self.live_storages: dict[int, tuple[weakref.ref, Storage]] = {}  # live storages, by address
         self.times = 1  # each operator from now on represents this many equal operators
         self.forward_end = 0  # number of forward's last operator
         # For each tensor that offload copies out: its bytes, and the phase and block of that time.
-        self.moved: list[tuple[int, PhaseMark]] = []
+        self.offloaded_tensors: list[tuple[int, PhaseMark]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -117,12 +122,12 @@ class OpRecorder(TorchDispatchMode):
 
     def enter_phase(self, phase: str, block: int | None = None) -> None:
         """Begin a phase with the next operator. `block`: index of the block that runs, or None."""
-        self.places.append((self.n_ops + 1, phase, block))
+        self.phase_marks.append((self.n_ops + 1, phase, block))
 
     @property
-    def phase(self) -> str:
+    def current_phase(self) -> str:
         """Name of the current phase."""
-        return self.places[-1][1]
+        return self.phase_marks[-1][1]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
@@ -131,8 +136,8 @@ class OpRecorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         names = (parameter.name for parameter in signature(func).parameters)
         self.record_op(func, dict(zip(names, args, strict=False)) | kwargs, tensors_in(result))
-        if self.inside is not None and (size := self.inside(func, args)):
-            self.add_bytes(
+        if self.kernel_workspace is not None and (size := self.kernel_workspace(func, args)):
+            self.add_non_tensor_storage(
                 size, "inside of a kernel", "the kernel works in it", self.n_ops, self.n_ops
             )
         return result
@@ -145,12 +150,12 @@ class OpRecorder(TorchDispatchMode):
         `func`: the operator's overload. `arguments`: the operator's arguments by name. `results`:
         the tensors that the operator returned.
         """
-        schema, place, number = signature(func), self.places[-1], self.n_ops + 1
+        schema, place, number = signature(func), self.phase_marks[-1], self.n_ops + 1
         if schema.name in EMPTY and results[0].numel() == 0:
             return  # an activation checkpoint of torch 2.9 makes an empty tensor, and keeps it
         site = self.sources.current(*place[1:]) if self.sources else UNKNOWN_SITE
         operator = "" if schema.is_view else func.__name__
-        storages = [self.add(tensor, operator, site) for tensor in results]
+        storages = [self.add_storage(tensor, operator, site) for tensor in results]
         if schema.is_view:
             self.ops.append(Op("", place, site))
             return
@@ -158,12 +163,14 @@ class OpRecorder(TorchDispatchMode):
         inputs = []
         # (storage, offset of the tensor) -> bytes. A tensor counts once: x * x reads x once.
         reads: dict[tuple[Storage, int], int] = {}
-        writes = {(s, int(results[i].storage_offset())): extent(results[i]) for i, s in outputs}
+        writes = {
+            (s, int(results[i].storage_offset())): occupied_bytes(results[i]) for i, s in outputs
+        }
         for parameter in schema.parameters:
             for tensor in tensors_in(arguments.get(parameter.name)):
                 key, size = (
                     (self.find_storage(tensor), int(tensor.storage_offset())),
-                    extent(tensor),
+                    occupied_bytes(tensor),
                 )
                 inputs.append((parameter.name, key[0]))
                 if parameter.is_table:
@@ -182,14 +189,16 @@ class OpRecorder(TorchDispatchMode):
             tuple(outputs),
             bytes=sum(size for (storage, _), size in accesses if storage.device.type == "cpu"),
             flops=count_flops(schema.name, arguments, results),
-            precision=precision_of(schema.name, arguments),
+            precision_index=precision_index(schema.name, arguments),
             times=self.times,
         )
         self.ops.append(op)
 
     # ---- storages
 
-    def add(self, tensor: Tensor, operator: str = "", source: CallSite = UNKNOWN_SITE) -> Storage:
+    def add_storage(
+        self, tensor: Tensor, operator: str = "", source: CallSite = UNKNOWN_SITE
+    ) -> Storage:
         """Return the `Storage` of a tensor; add it if it is new.
 
         A view, or the result of an in-place operator, uses a storage that was added before. A
@@ -199,40 +208,40 @@ class OpRecorder(TorchDispatchMode):
         """
         memory = tensor.untyped_storage()
         address = memory._cdata
-        if address in self.known:
-            return self.known[address][1]
+        if address in self.live_storages:
+            return self.live_storages[address][1]
         storage = new_storage(tensor, self.n_ops + bool(operator))
         storage.operator = operator.split(".")[0]  # "addmm.default" -> "addmm"
-        _, storage.phase, storage.block = self.places[-1]
+        _, storage.phase, storage.block = self.phase_marks[-1]
         # In backward gradients are enabled only while a recomputation runs.
         storage.replayed = storage.phase == "backward" and torch.is_grad_enabled()
-        storage.line = source.line
+        storage.line = source.file_and_line
         if storage.nbytes:  # an activation checkpoint of torch 2.9 keeps empty tensors
             self.storages.append(storage)
 
         def on_freed(_: weakref.ref) -> None:
-            del self.known[address]  # another storage may get this address
+            del self.live_storages[address]  # another storage may get this address
             storage.died = self.n_ops
 
-        self.known[address] = weakref.ref(memory, on_freed), storage
+        self.live_storages[address] = weakref.ref(memory, on_freed), storage
         return storage
 
-    def add_bytes(
+    def add_non_tensor_storage(
         self, size: int, name: str, why: str, born: int, died: float, kind: str = "temporaries"
     ) -> None:
         """Add a storage of `size` bytes without a tensor, from operator `born` to operator `died`.
 
         `why`: the reason why the storage exists (`Storage.reason_alive`).
         """
-        _, phase, block = self.places[-1]
+        _, phase, block = self.phase_marks[-1]
         storage = Storage(size, (size,), torch.uint8, torch.device("cpu"), born, died)
         self.storages.append(
             replace(storage, name=name, reason_alive=why, phase=phase, block=block, kind=kind)
         )
 
-    def label(self, tensor: Tensor, kind: str, name: str, why: str = "") -> None:
+    def label_storage(self, tensor: Tensor, kind: str, name: str, why: str = "") -> None:
         """Set the kind, the name and the `reason_alive` of a tensor's storage."""
-        storage = self.add(tensor)
+        storage = self.add_storage(tensor)
         storage.kind, storage.name, storage.reason_alive = kind, name, why
 
     def find_storage(self, tensor: Tensor) -> Storage:
@@ -240,11 +249,11 @@ class OpRecorder(TorchDispatchMode):
 
         If the tensor was not added, return a new `Storage`, which is not part of the record.
         """
-        entry = self.known.get(tensor.untyped_storage()._cdata)
+        entry = self.live_storages.get(tensor.untyped_storage()._cdata)
         return entry[1] if entry else new_storage(tensor, 0)
 
 
-def extent(tensor: Tensor) -> int:
+def occupied_bytes(tensor: Tensor) -> int:
     """Return the bytes that a tensor occupies in its storage. (An expanded row is stored once.)"""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     span = 1 + sum((n - 1) * stride for n, stride in dims)
@@ -278,7 +287,7 @@ class CallSiteTracker:
         """Return the call site of the operator that has just run."""
         line = line_of_the_model()
         node = torch._C._current_autograd_node()  # None in forward, and in an optimizer's step
-        if node is None or line.startswith(RUNS_AGAIN):
+        if node is None or line.startswith(RECOMPUTED_FILES):
             # If a policy recomputes parts of a block, the block's own forward does not run.
             running = self.running[-1] or ("" if block is None else f"blocks.{block}")
             site = CallSite("head" if phase == "head" else running, line)
@@ -286,7 +295,7 @@ class CallSiteTracker:
             self.of_forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, site)
             return site
         site = self.of_forward.get(node._sequence_nr(), CallSite("", ""))
-        return CallSite(site.module, line or site.line, is_backward=True)
+        return CallSite(site.module, line or site.file_and_line, is_backward=True)
 
     @contextmanager
     def listen(self) -> Iterator[None]:
@@ -329,7 +338,7 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
     sources = CallSiteTracker(model)
     log = OpRecorder(sources)
     for parameter in model.parameters():
-        log.add(parameter)
+        log.add_storage(parameter)
     fake = weight.fake_mode if isinstance(weight, FakeTensor) else nullcontext()
     with fake, sources.listen(), log:
         result = forward()

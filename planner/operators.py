@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of matrix products
+MATMUL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of matrix products
 # operator -> name of the argument that is the left factor of its matrix product
-LEFT_MATRIX_ARGUMENT = {
+LEFT_MATRIX_ARGUMENT_NAME = {
     "mm": "self",
     "bmm": "self",
     "addmm": "mat1",
@@ -30,14 +30,14 @@ EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided
 WRITE_ONLY_OPS = {"copy_", "fill_", "zero_", "normal_"}
 # (operator, argument). torch declares these arguments as written, but without a GradScaler the
 # operator only reads them.
-ONLY_READ = {("_fused_adamw_", "grads")}
+ONLY_READ_ARGUMENTS = {("_fused_adamw_", "grads")}
 # (operator, argument). The operator reads or writes only some elements of this argument: as many as
 # it looks up, or adds.
-TABLES = {
+INDEXED_ARGUMENTS = {
     ("embedding", "weight"), ("gather", "self"), ("index_select", "self"), ("index", "self"),
     ("scatter_", "self"), ("index_add_", "self"),
 }  # fmt: skip
-ATTENTION = ("attention", "attention_backward")  # one name for the operators of all devices
+ATTENTION_NAMES = ("attention", "attention_backward")  # one name for the operators of all devices
 
 
 class SchemaArgument(NamedTuple):
@@ -46,7 +46,7 @@ class SchemaArgument(NamedTuple):
     name: str
     is_read: bool
     is_written: bool
-    is_table: bool  # only some elements are read or written: see TABLES
+    is_table: bool  # only some elements are read or written: see INDEXED_ARGUMENTS
 
 
 class Signature(NamedTuple):
@@ -69,21 +69,21 @@ def signature(operator: Any) -> Signature:
         SchemaArgument(
             a.name,
             is_read=not (is_written and (a.is_out or name in WRITE_ONLY_OPS)),
-            is_written=is_written and (name, a.name) not in ONLY_READ,
-            is_table=(name, a.name) in TABLES,
+            is_written=is_written and (name, a.name) not in ONLY_READ_ARGUMENTS,
+            is_table=(name, a.name) in INDEXED_ARGUMENTS,
         )
         for a, is_written in zip(schema.arguments, written, strict=True)
     )
-    return Signature(canonical_name(name), parameters, returns_arguments and not any(written))
+    return Signature(unify_attention_name(name), parameters, returns_arguments and not any(written))
 
 
-def canonical_name(name: str) -> str:
+def unify_attention_name(name: str) -> str:
     """Return an operator's name. The attention operators of all devices get the same name.
 
     The marks that torch's profiler sets are no operators. Their name is "".
     """
     if name.startswith("_scaled_dot_product_"):
-        return ATTENTION["backward" in name]
+        return ATTENTION_NAMES["backward" in name]
     return "" if name.startswith("_record") else name
 
 
@@ -94,15 +94,15 @@ def tensors_in(argument: Any) -> list[Tensor]:
     return [argument] if isinstance(argument, Tensor) else []
 
 
-def precision_of(name: str, inputs: dict[str, Any]) -> int:
-    """Return the dtype of an operator's matrix products, as an index into PRECISIONS.
+def precision_index(name: str, inputs: dict[str, Any]) -> int:
+    """Return the dtype of an operator's matrix products, as an index into MATMUL_DTYPES.
 
     An operator without matrix products, or with products in another dtype, gets 0.
     `inputs`: the operator's arguments, by name.
     """
-    left = inputs.get("query", inputs.get(LEFT_MATRIX_ARGUMENT.get(name, "")))
+    left = inputs.get("query", inputs.get(LEFT_MATRIX_ARGUMENT_NAME.get(name, "")))
     precision = left.dtype if isinstance(left, Tensor) else torch.float32
-    return PRECISIONS.index(precision) if precision in PRECISIONS else 0
+    return MATMUL_DTYPES.index(precision) if precision in MATMUL_DTYPES else 0
 
 
 def count_flops(name: str, inputs: dict[str, Any], results: list[Tensor]) -> float:
@@ -110,9 +110,9 @@ def count_flops(name: str, inputs: dict[str, Any], results: list[Tensor]) -> flo
 
     `inputs`: the operator's arguments, by name.
     """
-    if name in LEFT_MATRIX_ARGUMENT:
-        return 2 * results[0].numel() * inputs[LEFT_MATRIX_ARGUMENT[name]].size(-1)
-    if name in ATTENTION:
+    if name in LEFT_MATRIX_ARGUMENT_NAME:
+        return 2 * results[0].numel() * inputs[LEFT_MATRIX_ARGUMENT_NAME[name]].size(-1)
+    if name in ATTENTION_NAMES:
         B, H, T, D = inputs["query"].shape
         products = 5 if "backward" in name else 2
         unmasked_share = 0.5 if inputs.get("is_causal") else 1  # absent: False, the default

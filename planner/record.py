@@ -17,9 +17,9 @@ from .op_recorder import ROOT, Op, OpRecorder, PhaseMark, Storage
 from .timeline import StepMemory
 
 # operator -> name of its result; {read}: name of the first storage that the operator reads
-OF_READ = {"_to_copy": "{dtype} copy of {read}", "embedding": "rows of {read}"}
+RESULT_NAMES_FROM_INPUT = {"_to_copy": "{dtype} copy of {read}", "embedding": "rows of {read}"}
 # operator -> names of its results in forward
-MADE = {
+FORWARD_RESULT_NAMES = {
     "addmm": ("output",),
     "gelu": ("gelu",),
     "native_layer_norm": ("output", "mean", "1 / deviation"),
@@ -31,7 +31,7 @@ MADE = {
     "ones_like": ("gradient of the loss",),
 }
 # operator -> names of its results in backward
-GRADIENTS = {
+BACKWARD_RESULT_NAMES = {
     "nll_loss_backward": ("gradient of log-softmax",),
     "_log_softmax_backward_data": ("gradient of logits",),
     "native_layer_norm_backward": ("gradient of input", "gradient of gain", "gradient of shift"),
@@ -45,7 +45,7 @@ GRADIENTS = {
     "add": ("sum of gradients",),
 }
 # (text in a line of MiniGPT.forward or memory/head.py, operator) -> name of the operator's result
-LINES = {
+RESULT_NAMES_BY_LINE = {
     ("position_embedding(", "add"): "x, the sum of both embeddings",
     ("buffer = ", "new_empty"): "logits of a chunk, then their gradient",
     ("copy = ", "new_zeros"): "low-precision copy of the weight, padded",
@@ -56,9 +56,9 @@ LINES = {
     ("a_part @ b", "mm"): "a part of the weight's gradient",
 }
 # operator of dropout that is not fused -> name of its result
-DROPOUT = {"empty_like": "mask", "mul": "output"}
+DROPOUT_RESULT_NAMES = {"empty_like": "mask", "mul": "output"}
 # (operator of backward, argument) -> why forward keeps this argument; {}: module of the operator
-NEEDED = {
+REASON_BY_BACKWARD_READ = {
     ("gelu_backward", "self"): "GELU's backward needs its input",
     ("native_layer_norm_backward", "input"): "{}'s backward needs its input",
     ("native_layer_norm_backward", "mean"): "{}'s backward needs the mean of its input",
@@ -80,17 +80,21 @@ REASON_BY_KIND = {
     "optimizer": "what the optimizer keeps from step to step",
 }
 # kind -> the one name that all storages of this kind share in a list
-ALIKE = {"parameters": "weight", "gradients": "gradient", "optimizer": "optimizer state"}
+GROUP_NAME_BY_KIND = {
+    "parameters": "weight",
+    "gradients": "gradient",
+    "optimizer": "optimizer state",
+}
 
 
 @dataclass(frozen=True)
 class StepRecord:
     """The storages and the operators of one step."""
 
-    step: StepMemory
+    step_memory: StepMemory
     storages: list[Storage]  # sorted by `born`
-    operators: list[str]  # (operators + 1,) names; "": before the step, or a view
-    replays: np.ndarray  # (operators + 1,) bool: True if backward recomputes this operator
+    operator_names: list[str]  # (operators + 1,) names; "": before the step, or a view
+    replay_mask: np.ndarray  # (operators + 1,) bool: True if backward recomputes this operator
 
     def alive(self, at: int) -> list[Storage]:
         """Return the storages that exist right after operator `at`, sorted by `born`."""
@@ -99,7 +103,7 @@ class StepRecord:
     @property
     def at_peak(self) -> list[Storage]:
         """Storages that exist at the step's peak, sorted by `born`."""
-        return self.alive(int(self.step.total.argmax()))
+        return self.alive(int(self.step_memory.total.argmax()))
 
 
 def build_step_record(log: OpRecorder, step: StepMemory) -> StepRecord:
@@ -113,13 +117,13 @@ def build_step_record(log: OpRecorder, step: StepMemory) -> StepRecord:
     for op in log.ops:
         for argument, storage in op.inputs:
             reads[storage].append((op, argument))
-        for i, storage in op.outputs:
+        for i, storage in op.new_outputs:
             if op.call_site.is_backward:
                 gradients.add(storage)
             if not storage.name:
-                storage.name = name = describe(op, i, storage.dtype)
-                times[name, op.place] += 1
-                if op.place[2] is not None and (n := times[name, op.place]) > 1:
+                storage.name = name = name_of_result(op, i, storage.dtype)
+                times[name, op.phase_mark] += 1
+                if op.phase_mark[2] is not None and (n := times[name, op.phase_mark]) > 1:
                     storage.name += f" ({n})"
     storages = []
     for seen in log.storages:
@@ -135,42 +139,45 @@ def build_step_record(log: OpRecorder, step: StepMemory) -> StepRecord:
     return StepRecord(
         step,
         sorted(storages, key=lambda storage: storage.born),
-        operators=[op.name for op in log.ops],
-        replays=np.array([is_replay(op) for op in log.ops]),
+        operator_names=[op.name for op in log.ops],
+        replay_mask=np.array([is_replay(op) for op in log.ops]),
     )
 
 
 def is_replay(op: Op) -> bool:
     """Return whether an operator recomputes forward during backward."""
-    return op.place[1] == "backward" and not op.call_site.is_backward
+    return op.phase_mark[1] == "backward" and not op.call_site.is_backward
 
 
-def group_of(storage: Storage) -> tuple[str, str]:
+def group_key(storage: Storage) -> tuple[str, str]:
     """Return (name, kind) of the group to which a storage belongs.
 
     The same tensor of all blocks is one group. All weights are one group, all gradients are one
     group, and the whole state of the optimizer is one group.
     """
     return (
-        ALIKE.get(storage.kind) or re.sub(r"\bblocks\.\d+\b", "blocks.*", storage.name),
+        GROUP_NAME_BY_KIND.get(storage.kind)
+        or re.sub(r"\bblocks\.\d+\b", "blocks.*", storage.name),
         storage.kind,
     )
 
 
-def describe(op: Op, i: int, dtype: torch.dtype) -> str:
+def name_of_result(op: Op, i: int, dtype: torch.dtype) -> str:
     """Return a name for result number `i` of an operator, such as "blocks.0.mlp.c_fc: output".
 
     `dtype`: dtype of this result.
     """
     name, (module, line, is_backward) = op.name, op.call_site
     inputs = [storage.name for _, storage in op.inputs]
-    if name in OF_READ and inputs:
-        return OF_READ[name].format(dtype=str(dtype).removeprefix("torch."), read=inputs[0])
-    results = (GRADIENTS if is_backward else MADE).get(name, ())
-    result, code = results[i] if i < len(results) else name, code_of(line)
+    if name in RESULT_NAMES_FROM_INPUT and inputs:
+        return RESULT_NAMES_FROM_INPUT[name].format(
+            dtype=str(dtype).removeprefix("torch."), read=inputs[0]
+        )
+    results = (BACKWARD_RESULT_NAMES if is_backward else FORWARD_RESULT_NAMES).get(name, ())
+    result, code = results[i] if i < len(results) else name, read_source_line(line)
     half = re.search(r"\b(attention|feed_forward)\(", code)  # the half that add_residuals calls
     if module.endswith("dropout"):
-        result = "gradient of input" if is_backward else DROPOUT.get(name, result)
+        result = "gradient of input" if is_backward else DROPOUT_RESULT_NAMES.get(name, result)
         module += f" of {half[1]}" if half else ""
     elif is_backward and name == "mm":
         of_input = any(input_name.endswith("weight") for input_name in inputs)
@@ -186,15 +193,17 @@ def describe(op: Op, i: int, dtype: torch.dtype) -> str:
 def name_from_code(operator: str, code: str) -> str:
     """Return the name of the tensor that `operator` makes in a line of code.
 
-    The name is the entry of LINES if there is one, else the variable that the line sets, else the
-    name of the operator.
+    The name is the entry of RESULT_NAMES_BY_LINE if there is one, else the variable that the line
+    sets, else the name of the operator.
     """
-    names = [name for (part, by), name in LINES.items() if by == operator and part in code]
+    names = [
+        name for (part, by), name in RESULT_NAMES_BY_LINE.items() if by == operator and part in code
+    ]
     variable = re.match(r"(\w+) = ", code)
     return names[0] if names else variable[1] if variable else operator
 
 
-def code_of(line: str) -> str:
+def read_source_line(line: str) -> str:
     """Return the code of a line without its comment. `line`: such as "model.py:106"."""
     file, _, number = line.partition(":")
     return linecache.getline(str(ROOT / file), int(number or 0)).split("#")[0].strip()
@@ -211,7 +220,7 @@ def reason_alive(storage: Storage, reads: list[tuple[Op, str]], is_gradient: boo
     backward_reads = [
         (op, argument)
         for op, argument in reads
-        if (op.place[1] == "backward" or op.call_site.is_backward)
+        if (op.phase_mark[1] == "backward" or op.call_site.is_backward)
         and not is_gradient
         and not (storage.replayed and is_replay(op))
     ]
@@ -221,8 +230,8 @@ def reason_alive(storage: Storage, reads: list[tuple[Op, str]], is_gradient: boo
             of_module = f" of {module}" if module else ""
             return f"a replay begins with it: {first.name}{of_module}"
         for op, argument in backward_reads:
-            if (op.name, argument) in NEEDED:
-                return NEEDED[op.name, argument].format(op.call_site.module)
+            if (op.name, argument) in REASON_BY_BACKWARD_READ:
+                return REASON_BY_BACKWARD_READ[op.name, argument].format(op.call_site.module)
         if module.endswith("dropout"):
             return "dropout's backward needs its mask"
         if first.name == "mm":

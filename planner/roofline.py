@@ -21,17 +21,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .operators import PRECISIONS
+from .operators import MATMUL_DTYPES
 
-LONGEST = 2048  # tokens; longer sequences reach the same FLOP/s in attention
+MAX_MEASURED_TOKENS = 2048  # tokens; longer sequences reach the same FLOP/s in attention
 
 
 @dataclass(frozen=True)
 class Card:
     """Peak rates of a card, and the share of each peak that kernels reach.
 
-    A card is a device with its memory. `flops` and `attention` have one entry for each dtype of
-    PRECISIONS.
+    A card is a device with its memory. `flops` and `attention_flops_per_s` have one entry for each
+    dtype of MATMUL_DTYPES.
     """
 
     name: str
@@ -43,17 +43,19 @@ class Card:
     bandwidth_efficiency: float = 0.85
     # For each dtype: FLOP/s of attention's forward and of its backward, measured by `this_machine`.
     # None: attention reaches the FLOP/s of other matrix products.
-    attention: tuple[tuple[float, float], ...] | None = None
+    attention_flops_per_s: tuple[tuple[float, float], ...] | None = None
 
 
-def seconds_per_op(work: np.recarray, card: Card) -> np.ndarray:
+def seconds_of_each_op(work: np.recarray, card: Card) -> np.ndarray:
     """Return the seconds of each operator, (operators,) float64, if it runs once.
 
-    `work`: (operators,) array of dtype WORK_DTYPE (planner/timeline.py).
+    `work`: (operators,) array of dtype OP_WORK_DTYPE (planner/timeline.py).
     """
     rates = np.array(card.flops)[work.precision] * card.flops_efficiency
-    if card.attention is not None:
-        measured = np.array(card.attention)[work.precision, (work.attention == 2).astype(int)]
+    if card.attention_flops_per_s is not None:
+        measured = np.array(card.attention_flops_per_s)[
+            work.precision, (work.attention == 2).astype(int)
+        ]
         rates = np.where(work.attention > 0, measured, rates)
     moving = work.bytes / (card.bandwidth_efficiency * card.bytes_per_s)
     return np.maximum(np.maximum(work.flops / rates, moving), card.launch_s)
@@ -86,20 +88,20 @@ def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
     def product(dtype: torch.dtype) -> float:
         side = 128 if dtype == torch.float16 and not on_gpu else n  # 1000 times slower on CPUs
         a, b = torch.randn(2, side, side, device=device).to(dtype)
-        return 2 * side**3 / time_of(lambda: a @ b)
+        return 2 * side**3 / measure_seconds(lambda: a @ b)
 
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target, one = torch.empty_like(source), torch.ones(1, device=device)
     return Card(
         name="this machine",
         memory=0,  # not used: the device itself reports its free memory
-        flops=tuple(product(dtype) for dtype in PRECISIONS),  # type: ignore[arg-type]
-        bytes_per_s=2 * size / time_of(lambda: target.copy_(source)),
-        launch_s=time_of(lambda: one.add_(1)),
+        flops=tuple(product(dtype) for dtype in MATMUL_DTYPES),  # type: ignore[arg-type]
+        bytes_per_s=2 * size / measure_seconds(lambda: target.copy_(source)),
+        launch_s=measure_seconds(lambda: one.add_(1)),
         flops_efficiency=1,
         bandwidth_efficiency=1,
-        attention=tuple(
-            measure_attention(device, dtype, seq_len, head_size) for dtype in PRECISIONS
+        attention_flops_per_s=tuple(
+            measure_attention(device, dtype, seq_len, head_size) for dtype in MATMUL_DTYPES
         ),
     )
 
@@ -109,24 +111,24 @@ def measure_attention(
 ) -> tuple[float, float]:
     """Return the FLOP/s of causal attention and of its backward: (forward, backward).
 
-    Sequences longer than LONGEST tokens are measured with LONGEST tokens. FLOPs in the masked half
-    of the products do not count.
+    Sequences longer than MAX_MEASURED_TOKENS tokens are measured with MAX_MEASURED_TOKENS tokens.
+    FLOPs in the masked half of the products do not count.
     """
     on_gpu = device.type != "cpu"
-    T = min(seq_len, 128 if dtype == torch.float16 and not on_gpu else LONGEST)
+    T = min(seq_len, 128 if dtype == torch.float16 and not on_gpu else MAX_MEASURED_TOKENS)
     n_heads = max(1, 2**16 // T) if on_gpu else max(4, 256 // T) * torch.get_num_threads()
     qkv = torch.randn(1, T, 3, n_heads, head_size, device=device).to(dtype).requires_grad_()
     q, k, v = qkv.transpose(1, 3).unbind(2)  # each (1, heads, T, D), with strides as in model.py
     attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
     out = attend()
     grad = torch.randn_like(out)
-    forward = time_of(attend)
-    backward = time_of(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+    forward = measure_seconds(attend)
+    backward = measure_seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
     product = n_heads * T * T * head_size  # FLOPs of a product without its masked half
     return 2 * product / forward, 5 * product / backward
 
 
-def time_of(run: Callable[[], object]) -> float:
+def measure_seconds(run: Callable[[], object]) -> float:
     """Return the seconds of one call of `run`: the shortest time measured in a tenth of a second.
 
     On a GPU the time includes the GPU's work. (Do not use the median: other programs on the machine

@@ -66,7 +66,7 @@ def make_local_model(config: MiniGPTConfig, n: int) -> MiniGPT:
     return shard
 
 
-def position_tables(model: MiniGPT) -> list[nn.Embedding]:
+def position_embeddings(model: MiniGPT) -> list[nn.Embedding]:
     """Return all embeddings of the model except the token embedding.
 
     In model.py this is the table of positions. A changed model.py may have more such tables, or
@@ -90,10 +90,10 @@ def state_bytes_per_rank(state: int, config: MiniGPTConfig, n: int) -> int:
 def add_shards(
     log: OpRecorder,
     model: MiniGPT,
-    own: MiniGPT,
+    local_model: MiniGPT,
     n: int,
     gloo: bool,
-    in_low: bool,
+    in_bfloat16: bool,
     sums: dict[nn.Parameter, Tensor],
 ) -> None:
     """Add to the record the storages that fully_shard allocates; end those that it frees.
@@ -104,14 +104,14 @@ def add_shards(
         own: a model with this rank's shards of all parameters, and their gradients.
         n: the number of processes.
         gloo: also add the buffers of gloo, the communication backend of CPUs.
-        in_low: blocks are gathered in bfloat16.
+        in_bfloat16: blocks are gathered in bfloat16.
         sums: bfloat16 weight -> its gradient of earlier micro-batches, in float32.
     """
-    times, now = times_of(log), log.n_ops
+    times, now = op_bounds_by_phase_and_block(log), log.n_ops
 
     def add(kind: str, name: str, size: int, born: int, died: int) -> None:
         if born <= died:
-            log.add_bytes(size, name, GATHERED, born, died, kind)
+            log.add_non_tensor_storage(size, name, GATHERED, born, died, kind)
 
     def gather(size: int, arrives: int, used: int, begin: int, end: int) -> None:
         """Add an all-gather buffer of `size` bytes, from operator `arrives` to operator `used`. Add
@@ -132,22 +132,21 @@ def add_shards(
 
     # The root group's weights stay until backward ends, those of tables until the blocks begin.
     begin, first = times["forward", None][0], times["forward", 0][0]
-    root, shards = root_group_params(model, in_low), root_group_params(own, in_low)
+    root, shards = (root_group_params(each, in_bfloat16) for each in (model, local_model))
     size = n * sum(shard.nbytes for shard in shards)
-    gather(size, begin, begin + 1 if position_tables(model) else first, begin, now)
+    gather(size, begin, begin + 1 if position_embeddings(model) else first, begin, now)
     average(root, shards, now, now + 1, now)  # (no buffer: the freed weights leave room for it)
     # torch before 2.15 keeps the last full gradient until it is reduced over the processes.
     early = parse_release(torch.__version__) >= (2, 15)
-    for table, local_table in zip(position_tables(model), position_tables(own), strict=True):
+    for table, local_table in zip(
+        position_embeddings(model), position_embeddings(local_model), strict=True
+    ):
         gather(n * local_table.weight.nbytes, begin + 1, first - 1, begin + 2, first - 1)
         average([*table.parameters()], [*local_table.parameters()], now - early, now, now)
     last_block = len(model.blocks) - 1
-    for i, (block, local_block) in enumerate(zip(model.blocks, own.blocks, strict=False)):
-        whole, shards = (
-            params_gathered_by_block(block, in_low),
-            params_gathered_by_block(local_block, in_low),
-        )
-        size = n * sum(shard.nbytes for shard in shards) // (1 + in_low)
+    for i, (block, local_block) in enumerate(zip(model.blocks, local_model.blocks, strict=False)):
+        whole, shards = (block_group_params(each, in_bfloat16) for each in (block, local_block))
+        size = n * sum(shard.nbytes for shard in shards) // (1 + in_bfloat16)
         (begin, _, end), (again, _, done) = times["forward", i], times["backward", i]
         # In backward the weights of block i arrive while backward of block i + 1 runs.
         if i < last_block:
@@ -183,34 +182,38 @@ def share_gradients(
         log.find_storage(cast(Tensor, shard.grad)).born = min(end + 1, log.n_ops)
 
 
-def times_of(log: OpRecorder) -> dict[tuple[str, int | None], tuple[int, int, int]]:
+def op_bounds_by_phase_and_block(
+    log: OpRecorder,
+) -> dict[tuple[str, int | None], tuple[int, int, int]]:
     """Return a dict: (phase, block) -> three numbers of operators.
 
     They are the first operator, the first operator of the last visit, and the last operator. A
     phase may visit a block several times.
     """
     times: dict[tuple[str, int | None], tuple[int, int, int]] = {}
-    for (at, phase, block), (then, *_) in pairwise([*log.places, (log.n_ops + 1, "", None)]):
+    for (at, phase, block), (then, *_) in pairwise([*log.phase_marks, (log.n_ops + 1, "", None)]):
         begin, _, _ = times.get((phase, block), (at, 0, 0))
         times[phase, block] = begin, at, then - 1
     return times
 
 
-def params_gathered_by_block(blocks: nn.Module, in_low: bool) -> list[nn.Parameter]:
+def block_group_params(blocks: nn.Module, in_bfloat16: bool) -> list[nn.Parameter]:
     """Return the weights that are gathered when a block runs.
 
-    `in_low`: return only the weights of linear layers, which autocast rounds to bfloat16; else
+    `in_bfloat16`: return only the weights of linear layers, which autocast rounds to bfloat16; else
     return all weights of the blocks.
     """
-    layers = [layer for layer in blocks.modules() if not in_low or isinstance(layer, nn.Linear)]
+    layers = [
+        layer for layer in blocks.modules() if not in_bfloat16 or isinstance(layer, nn.Linear)
+    ]
     return [weight for layer in layers for weight in layer.parameters(recurse=False)]
 
 
-def root_group_params(model: MiniGPT, in_low: bool) -> list[nn.Parameter]:
+def root_group_params(model: MiniGPT, in_bfloat16: bool) -> list[nn.Parameter]:
     """Return the weights of the root group: all that belong to no other group.
 
-    `in_low`: blocks are gathered in bfloat16, so their LayerNorms belong to the root group.
+    `in_bfloat16`: blocks are gathered in bfloat16, so their LayerNorms belong to the root group.
     """
-    in_tables = nn.ModuleList(position_tables(model)).parameters()
-    in_groups = {*params_gathered_by_block(model.blocks, in_low), *in_tables}
+    in_tables = nn.ModuleList(position_embeddings(model)).parameters()
+    in_groups = {*block_group_params(model.blocks, in_bfloat16), *in_tables}
     return [parameter for parameter in model.parameters() if parameter not in in_groups]

@@ -22,28 +22,28 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from memory import (
-    BlockCalls,
+    BlocksWithPolicies,
     PinnedPool,
     RecomputePlan,
     format_recompute_plan,
     head,
     offload,
-    recompute_plan,
+    parse_config_recompute,
 )
 from memory.offload import MIN_OFFLOAD_BYTES, pinned_nbytes
 from memory.sequence import SequenceShard
 from model import MiniGPT, MiniGPTConfig
 
-from .batches import MAX_BATCH, largest_batch, ops_outside_head
+from .batches import MAX_BATCH, bytes_outside_head, largest_batch
 from .formulas import head_bytes
 from .op_recorder import CallSiteTracker, OpRecorder
 from .operators import cublas_workspace_bytes, kernel_workspace_bytes
 from .record import StepRecord, build_step_record
-from .shards import add_shards, make_local_model, params_gathered_by_block
+from .shards import add_shards, block_group_params, make_local_model
 from .timeline import KINDS, Segment, StepMemory, split_into_segments
 
 
-class FewCallStep:
+class FewCallSegments:
     """Segments of a step with few calls, which represent the segments of a step with more calls.
 
     A call in MiniGPT.forward runs one block, or a group of blocks that share an activation
@@ -73,29 +73,29 @@ class Planner:
     # Dtype of autocast; float32: no autocast. (The plan leaves out a few bytes of a GradScaler.)
     precision: torch.dtype
     make_optimizer: Callable[[MiniGPT], torch.optim.Optimizer]  # makes the trainer's optimizer
-    clip: Callable[..., object] = nn.utils.clip_grad_norm_  # clips the gradients
+    clip_gradients: Callable[..., object] = nn.utils.clip_grad_norm_  # clips the gradients
     device_type: str = "cpu"
-    accumulate: bool = False  # gradients of an earlier micro-batch exist in forward
+    accumulates_gradients: bool = False  # gradients of an earlier micro-batch exist in forward
     ddp: bool = False  # gradients stay after the update, in DistributedDataParallel's buckets
     # Gradients are averaged as bfloat16 copies. All copies exist at once, because DDP has only one
     # bucket in its first step.
-    compress: bool = False
+    compress_gradients: bool = False
     # Number of processes that shard one model (train_fsdp.py). The plan is for one process. Do not
     # combine sharding with `ddp`.
     shard_degree: int = 1
     # Number of processes that share each sequence (train_sp.py). The plan is for rank 0, because no
     # other rank has more tokens or heads.
     sp_degree: int = 1
-    gather_in_low: bool = False  # gather the blocks' shards in bfloat16
+    gather_in_bfloat16: bool = False  # gather the blocks' shards in bfloat16
 
     def __post_init__(self) -> None:
         config = self.config
         self.on_cpu = self.device_type == "cpu"
-        self.sequence = SequenceShard(0, self.sp_degree, config.n_heads, no_communication)
+        self.sequence = SequenceShard(0, self.sp_degree, config.n_heads, fake_all_to_all)
         self.local_seq_len = self.sequence.start_sharding(self.seq_len).stop  # per sequence
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
-        self.few_call_steps: dict[tuple, FewCallStep] = {}
+        self.few_call_steps: dict[tuple, FewCallSegments] = {}
         self.on_simulate: Callable[[], object] = lambda: None  # called before each simulation
         with self.fake:
             self.model = MiniGPT(config).train()
@@ -104,8 +104,8 @@ class Planner:
             self.model.embed = partial(cast(Any, self.model.embed), row_by_row=self.on_cpu)
             if self.sp_degree > 1:
                 self.sequence.wrap_attention(self.model)
-            if self.gather_in_low:
-                for weight in params_gathered_by_block(self.model.blocks, in_low=True):
+            if self.gather_in_bfloat16:
+                for weight in block_group_params(self.model.blocks, in_bfloat16=True):
                     weight.data = weight.data.bfloat16()
             # The model with the parameters that one process keeps and updates.
             self.local_model = (
@@ -116,7 +116,7 @@ class Planner:
             named = [*self.model.named_parameters(), *self.local_model.named_parameters()]
             self.names = {parameter: name for name, parameter in named}
             self.optimizer = self.make_optimizer(self.local_model)
-            make_state(self.optimizer, self.local_model.parameters())
+            make_optimizer_state(self.optimizer, self.local_model.parameters())
 
     def step(self, batch_size: int, **memory: Any) -> StepMemory:
         """Return a planned step with `batch_size` sequences: its memory in bytes, and its work.
@@ -124,14 +124,14 @@ class Planner:
         `memory`: changed settings of the config, such as recompute="full".
         """
         config = replace(self.config, **memory)
-        key, plan = (batch_size, config), recompute_plan(config)
+        key, plan = (batch_size, config), parse_config_recompute(config)
         if key not in self.steps:
             # Some memory of a block still exists when the next block runs: tensors that offload is
             # copying, or all-gather buffers. It depends on the policies of both blocks. So if the
             # blocks differ, simulate the whole step.
             is_mix, in_groups = len(set(plan.policies)) > 1, plan.group_size > 1
             if plan.offload and is_mix or self.shard_degree > 1 and in_groups:
-                _, self.steps[key] = self.simulate(batch_size, config)
+                _, self.steps[key] = self.simulate_whole_step(batch_size, config)
             else:
                 self.steps[key] = self.compose_step(batch_size, config)
         return self.steps[key]
@@ -141,9 +141,10 @@ class Planner:
 
         In each step with few calls, all calls run the same policy.
         """
-        groups, first = recompute_plan(config).checkpoint_groups, 0
+        groups, first = parse_config_recompute(config).policies_by_group, 0
         representatives = {
-            call: self.few_call_step(batch_size, config, *call) for call in {("none", 1), *groups}
+            call: self.simulate_few_calls(batch_size, config, *call)
+            for call in {("none", 1), *groups}
         }
         frame = representatives["none", 1]
         forward, backward = list[tuple[Segment, int]](), list[tuple[Segment, int]]()
@@ -166,14 +167,14 @@ class Planner:
         ]
         return StepMemory(config, batch_size, self.seq_len, segments)
 
-    def few_call_step(
+    def simulate_few_calls(
         self, batch_size: int, config: MiniGPTConfig, policy: str, size: int
-    ) -> FewCallStep:
+    ) -> FewCallSegments:
         """Simulate a step with few calls, and cache it.
 
         Each call runs `size` blocks with this policy.
         """
-        plan, plain = recompute_plan(config), replace(config, recompute="none")
+        plan, plain = parse_config_recompute(config), replace(config, recompute="none")
         nested, moves = plan.nested and size > 1, plan.offload and policy != "none"
         key = batch_size, plain, policy, size, nested, moves
         if key not in self.few_call_steps:
@@ -184,7 +185,9 @@ class Planner:
                 n = min(n, 3 + 2 * offload.MAX_COPIES_IN_FLIGHT * moves if ends_differ else 2)
             short_plan = RecomputePlan((policy,) * n * size, size, nested, moves)
             short = replace(plain, n_layers=n * size, recompute=format_recompute_plan(short_plan))
-            frame = None if policy == "none" else self.few_call_step(batch_size, plain, "none", 1)
+            frame = (
+                None if policy == "none" else self.simulate_few_calls(batch_size, plain, "none", 1)
+            )
             segments = split_into_segments(self.run_fake_step(batch_size, short, frame), [size] * n)
             if frame is None:
                 # The update needs the gradients of all blocks. So here the gradients of the blocks
@@ -193,9 +196,9 @@ class Planner:
                 left_out = (
                     set(self.local_model.blocks[n:].parameters()) - self.params_with_kept_grads
                 )
-                allocated = segments[0].changes[0, 0]
+                allocated = segments[0].allocated_and_freed[0, 0]
                 allocated[KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
-            self.few_call_steps[key] = FewCallStep(segments)
+            self.few_call_steps[key] = FewCallSegments(segments)
         return self.few_call_steps[key]
 
     def largest_batch(
@@ -208,7 +211,7 @@ class Planner:
             host: bytes of CPU memory that offload may take; None: unknown, so there is no limit.
             memory: changed settings of the config, as in `step`.
         """
-        with_offload = recompute_plan(replace(self.config, **memory)).offload
+        with_offload = parse_config_recompute(replace(self.config, **memory)).offload
         # With fewer sequences the residual stream is too small for offload. So steps with fewer
         # sequences do not predict steps with larger batches.
         min_batch = (
@@ -219,7 +222,7 @@ class Planner:
         one = self.step(max(batch_size, min_batch, 2), **memory)
         # Prefer the step with one sequence: other functions need it, too, and `step` caches it.
         two = self.step(one.batch_size + 1 if with_offload else 1, **memory)
-        if len(ops_outside_head(one)) != len(ops_outside_head(two)):
+        if len(bytes_outside_head(one)) != len(bytes_outside_head(two)):
             # With one sequence a reshape may return a view. With more sequences it copies.
             two = self.step(one.batch_size + 1, **memory)
 
@@ -238,7 +241,7 @@ class Planner:
             )
         return max(largest, batch_size if fits(batch_size) else 0)
 
-    def simulate(
+    def simulate_whole_step(
         self, batch_size: int, config: MiniGPTConfig, sources: CallSiteTracker | None = None
     ) -> tuple[OpRecorder, StepMemory]:
         """Simulate a whole step; return its recorder and its memory.
@@ -248,7 +251,7 @@ class Planner:
         self.on_simulate()
         log = self.run_fake_step(batch_size, config, None, sources)
         segments = split_into_segments(
-            log, [size for _, size in recompute_plan(config).checkpoint_groups]
+            log, [size for _, size in parse_config_recompute(config).policies_by_group]
         )
         whole = [(segment, 0) for segment in segments]
         return log, StepMemory(config, batch_size, self.seq_len, whole)
@@ -259,13 +262,15 @@ class Planner:
         `memory`: changed settings of the config.
         """
         config = replace(self.config, **memory)
-        return build_step_record(*self.simulate(batch_size, config, CallSiteTracker(self.model)))
+        return build_step_record(
+            *self.simulate_whole_step(batch_size, config, CallSiteTracker(self.model))
+        )
 
     def run_fake_step(
         self,
         batch_size: int,
         config: MiniGPTConfig,
-        known: "FewCallStep | None" = None,
+        known: "FewCallSegments | None" = None,
         sources: CallSiteTracker | None = None,
     ) -> OpRecorder:
         """Do train_minimal.train_step for one micro-batch on fake tensors; return the recorder.
@@ -291,48 +296,47 @@ class Planner:
             batch = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
             ids, labels = batch[:, :, : self.local_seq_len]
         with (
-            simulated_on(self.device_type, self.fake, sources) as log,
+            record_simulated_ops(self.device_type, self.fake, sources) as log,
             patched(model, blocks=blocks),
-            patched(head, chunk_starts=representative_chunks(log, known)),
+            patched(head, chunk_starts=make_representative_starts(log, known)),
             ExitStack() as hooks,
         ):
-            pool = UnsplitPool(log, self.on_cpu)
-            model.config, cast(BlockCalls, model.blocks_with_recompute).offload_pool = (
-                config,
-                pool,
-            )
+            model.config, pool = config, SimulatedPinnedPool(log, self.on_cpu)
+            cast(BlocksWithPolicies, model.blocks_with_recompute).offload_pool = pool
             for handle in register_phase_hooks(blocks, model.ln_f, log):
                 hooks.enter_context(handle)
             for parameter in self.names.keys() - parameters:  # full weights: shards count instead
-                log.add(parameter).nbytes = 0
-            name_what_is_there(log, self.names, self.optimizer, self.sums)
-            log.label(batch, "activations", "token ids and labels")  # backward needs them
+                log.add_storage(parameter).nbytes = 0
+            label_existing_storages(log, self.names, self.optimizer, self.sums)
+            log.label_storage(batch, "activations", "token ids and labels")  # backward needs them
             forward = partial(model, ids, labels)
             loss = forward_and_backward(log, forward, self.precision, cache_enabled=False)
-            name_what_is_there(log, self.names, self.optimizer, self.sums)
+            label_existing_storages(log, self.names, self.optimizer, self.sums)
             if self.shard_degree > 1:
-                shard_options = self.on_cpu, self.gather_in_low, self.sums
+                shard_options = self.on_cpu, self.gather_in_bfloat16, self.sums
                 add_shards(log, model, self.local_model, self.shard_degree, *shard_options)
-            if self.compress:  # the copies are freed when the average exists
+            if self.compress_gradients:  # the copies are freed when the average exists
                 copies = [cast(Tensor, parameter.grad).bfloat16() for parameter in parameters]
                 for copy in copies:
-                    log.label(copy, "gradients", "gradient on its way")
+                    log.label_storage(copy, "gradients", "gradient on its way")
                 del copies, copy
             log.enter_phase("optimizer")
             if known:
                 torch.empty(1)  # one operator of the update: storages freed below end with it
             else:
                 # A GPU clips all tensors at once. By default torch would not do so on a CPU.
-                self.clip(parameters, 1.0, foreach=not self.on_cpu)
+                self.clip_gradients(parameters, 1.0, foreach=not self.on_cpu)
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             del loss  # the trainer keeps the loss until here
         for buffer in pool.buffers:
-            log.label(buffer, "activations", "buffer of offload", "copies wait in it for backward")
+            log.label_storage(
+                buffer, "activations", "buffer of offload", "copies wait in it for backward"
+            )
         return log
 
     @property
-    def note(self) -> str:
+    def inaccuracy_note(self) -> str:
         """Sentence for the user on operators that the plan gets wrong for a GPU; "" if none."""
         # RMSNorm is the only function in torch's native_functions.yaml that runs as one operator on
         # a GPU and as several on a CPU.
@@ -346,20 +350,20 @@ class Planner:
     @property
     def params_with_kept_grads(self) -> set[nn.Parameter]:
         """Weights whose gradients exist during the whole step, from its begin to its end."""
-        return set(self.model.parameters()) if self.accumulate or self.ddp else set()
+        return set(self.model.parameters()) if self.accumulates_gradients or self.ddp else set()
 
 
-def no_communication(sent: Tensor, send: list[int], take: list[int]) -> Tensor:
-    """Return an uninitialised tensor (sum(take),) instead of the result of an all-to-all.
+def fake_all_to_all(x: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
+    """Return an uninitialised tensor (sum(receive_sizes),) instead of the result of an all-to-all.
 
-    This function replaces the all-to-all of memory/sequence.py. `sent` (sum(send),): the elements
-    that this rank would send. `send`: number of elements for each rank. `take`: number of elements
-    from each rank.
+    This function replaces the all-to-all of memory/sequence.py. `x` (sum(send_sizes),): the
+    elements that this rank would send. `send_sizes`: number of elements for each rank.
+    `receive_sizes`: number of elements from each rank.
     """
-    return sent.new_empty(sum(take))
+    return x.new_empty(sum(receive_sizes))
 
 
-class UnsplitPool(PinnedPool):
+class SimulatedPinnedPool(PinnedPool):
     """Pool of host memory in which each tensor has one buffer instead of several.
 
     So a step runs the same operators with every batch size.
@@ -373,12 +377,12 @@ class UnsplitPool(PinnedPool):
 
     def acquire_buffers(self, like: Tensor) -> list[Tensor]:
         """Return one host buffer for the 1-D `like`, and record the copy to it."""
-        self.log.moved.append((like.nbytes, self.log.places[-1]))
+        self.log.offloaded_tensors.append((like.nbytes, self.log.phase_marks[-1]))
         return [self.reuse_or_allocate(pinned_nbytes(like.nbytes), pinned=False)]
 
 
-def representative_chunks(
-    log: OpRecorder, known: "FewCallStep | None"
+def make_representative_starts(
+    log: OpRecorder, known: "FewCallSegments | None"
 ) -> Callable[[int, int], Iterator[int]]:
     """Return a replacement for `chunk_starts` of memory/head.py that yields few chunks.
 
@@ -416,7 +420,7 @@ def patched(thing: Any, **attributes: Any) -> Iterator[None]:
 
 
 @contextmanager
-def simulated_on(
+def record_simulated_ops(
     device_type: str, fake: FakeTensorMode, sources: CallSiteTracker | None = None
 ) -> Iterator[OpRecorder]:
     """Record the operators that run on fake tensors in this context; yield the recorder.
@@ -430,14 +434,14 @@ def simulated_on(
     with (
         fake,
         OpRecorder(sources, kernel_workspace=kernel_workspace_bytes if on_cuda else None) as log,
-        patched(F, **(FUSED if on_cuda else {})),
+        patched(F, **(FUSED_REPLACEMENTS if on_cuda else {})),
         sources.listen() if sources else nullcontext(),
         # Attention that is not fused keeps its scores, (B, H, T, T).
         sdpa_kernel(SDPBackend.MATH) if device_type == "mps" else nullcontext(),
         torch.autograd.set_detect_anomaly(False),  # fake tensors have no values to check
     ):
         if on_cuda:
-            log.add_bytes(
+            log.add_non_tensor_storage(
                 cublas_workspace_bytes(),
                 "workspaces of cuBLAS",
                 "its kernels work in them",
@@ -447,7 +451,9 @@ def simulated_on(
         yield log
 
 
-def make_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+def make_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]
+) -> None:
     """Make the optimizer's state of these parameters, as the first step of a run does.
 
     So a simulated step finds this state, as all later steps of a run do.
@@ -471,13 +477,13 @@ def forward_and_backward(
     with torch.autocast("cpu", precision, enabled, cache_enabled):
         loss = forward()
     log.forward_end = log.n_ops
-    if log.phase == "forward":  # else "head": the head's backward belongs to this phase
+    if log.current_phase == "forward":  # else "head": the head's backward belongs to this phase
         log.enter_phase("backward")
     loss.backward()
     return loss
 
 
-def name_what_is_there(
+def label_existing_storages(
     log: OpRecorder,
     names: Mapping[Any, str],
     optimizer: torch.optim.Optimizer,
@@ -501,7 +507,7 @@ def name_what_is_there(
         ]
         for tensor, kind, tensor_name in named:
             if isinstance(tensor, Tensor):
-                log.label(tensor, kind, tensor_name)
+                log.label_storage(tensor, kind, tensor_name)
 
 
 def register_phase_hooks(
@@ -515,16 +521,18 @@ def register_phase_hooks(
     is_after_blocks = last not in blocks
 
     def enter_block(i: int, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        log.enter_phase(log.phase, i)
-        if log.phase == "forward":  # backward of block i ends when its input's gradient exists
+        log.enter_phase(log.current_phase, i)
+        if (
+            log.current_phase == "forward"
+        ):  # backward of block i ends when its input's gradient exists
             when_gradient_is_there((args, kwargs), i - 1 if i > 0 else None)
 
-    def leave_blocks(last: nn.Module, args: tuple) -> None:
+    def enter_after_blocks(last: nn.Module, args: tuple) -> None:
         log.enter_phase("forward")
         when_gradient_is_there(args, len(blocks) - 1)
 
     def enter_head(last: nn.Module, args: tuple, output: Any) -> None:
-        if log.phase == "forward":  # not a recomputation
+        if log.current_phase == "forward":  # not a recomputation
             log.enter_phase("head")
             when_gradient_is_there(output, None if is_after_blocks else len(blocks) - 1)
 
@@ -535,7 +543,10 @@ def register_phase_hooks(
             tensor.register_hook(lambda _: log.enter_phase("backward", i))
 
     return [
-        *(module.register_forward_pre_hook(leave_blocks) for module in [last] * is_after_blocks),
+        *(
+            module.register_forward_pre_hook(enter_after_blocks)
+            for module in [last] * is_after_blocks
+        ),
         last.register_forward_hook(enter_head),
         *(
             block.register_forward_pre_hook(partial(enter_block, i), with_kwargs=True)
@@ -546,7 +557,7 @@ def register_phase_hooks(
 
 # ---- functions that CUDA fuses
 
-ATTENTION = F.scaled_dot_product_attention
+ORIGINAL_SDPA = F.scaled_dot_product_attention
 
 
 def fused_attention(
@@ -554,7 +565,7 @@ def fused_attention(
     dropout_p: float = 0.0, is_causal: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
     """Return the result of F.scaled_dot_product_attention, but keep no dropout mask."""
-    return ATTENTION(query, key, value, attn_mask, 0.0, is_causal, **options)
+    return ORIGINAL_SDPA(query, key, value, attn_mask, 0.0, is_causal, **options)
 
 
 def fused_dropout(
@@ -564,4 +575,7 @@ def fused_dropout(
     return torch.ops.aten.native_dropout(x, p, training)[0] if p and training else x
 
 
-FUSED: dict[str, Any] = {"dropout": fused_dropout, "scaled_dot_product_attention": fused_attention}
+FUSED_REPLACEMENTS: dict[str, Any] = {
+    "dropout": fused_dropout,
+    "scaled_dot_product_attention": fused_attention,
+}

@@ -20,8 +20,8 @@ import numpy as np
 from memory.offload import pinned_nbytes
 
 from .op_recorder import Op, OpRecorder, PhaseMark, Storage
-from .operators import ATTENTION
-from .roofline import Card, seconds_per_op
+from .operators import ATTENTION_NAMES
+from .roofline import Card, seconds_of_each_op
 
 KINDS = (
     "parameters",
@@ -35,12 +35,12 @@ KINDS = (
 
 
 # The work of one operator; planner/roofline.py turns it into seconds.
-WORK_DTYPE = np.dtype(
+OP_WORK_DTYPE = np.dtype(
     [
         ("at", np.int64),  # number of the operator
         ("flops", np.float64),  # FLOPs of its matrix products, 2 per multiply-add
         ("bytes", np.float64),  # bytes that it reads and writes
-        ("precision", np.uint8),  # dtype of its products, as an index into PRECISIONS
+        ("precision", np.uint8),  # dtype of its products, as an index into MATMUL_DTYPES
         ("attention", np.uint8),  # 1: attention, 2: its backward, 0: another operator
         ("times", np.float64),  # how often it runs
     ]
@@ -48,14 +48,15 @@ WORK_DTYPE = np.dtype(
 
 
 def op_work_table(ops: Sequence[Op]) -> np.recarray:
-    """Return an array of WORK_DTYPE with one row for each operator that reads or writes bytes."""
-    attention = {name: i + 1 for i, name in enumerate(ATTENTION)}
+    """Return an array of OP_WORK_DTYPE with one row for each operator that reads or writes
+    bytes."""
+    attention = {name: i + 1 for i, name in enumerate(ATTENTION_NAMES)}
     rows = [
-        (at, op.flops, op.bytes, op.precision, attention.get(op.name, 0), op.times)
+        (at, op.flops, op.bytes, op.precision_index, attention.get(op.name, 0), op.times)
         for at, op in enumerate(ops)
         if op.bytes
     ]
-    return np.array(rows, WORK_DTYPE).view(np.recarray)
+    return np.array(rows, OP_WORK_DTYPE).view(np.recarray)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,39 +67,41 @@ class Segment:
     checkpoint.
     """
 
-    places: list[PhaseMark]  # (first operator, counted from the segment's begin; phase; block)
+    phase_marks: list[PhaseMark]  # (first operator, counted from the segment's begin; phase; block)
     # (operators, 2, kinds) int64: bytes that each operator allocates, and bytes that end with it.
-    changes: np.ndarray
-    work: np.recarray  # of WORK_DTYPE; `at` is counted from the segment's begin
+    allocated_and_freed: np.ndarray
+    work: np.recarray  # of OP_WORK_DTYPE; `at` is counted from the segment's begin
     kept: int  # bytes that the segment keeps for backward
     offloaded_sizes: list[int]  # bytes of each tensor that offload copies out
 
     @cached_property
-    def added(self) -> int:
+    def net_bytes(self) -> int:
         """Bytes after the segment minus bytes before it."""
-        allocated, freed = self.changes.sum(axis=(0, 2)).tolist()
+        allocated, freed = self.allocated_and_freed.sum(axis=(0, 2)).tolist()
         return allocated - freed
 
     @cached_property
     def peak_increase(self) -> int:
         """Bytes at the segment's peak minus bytes before the segment."""
-        return max(timeline_of([self]).sum(axis=1).tolist(), default=0)
+        return max(bytes_by_op_and_kind([self]).sum(axis=1).tolist(), default=0)
 
 
 @lru_cache(2**12)
 def segment_seconds(segment: Segment, card: Card) -> float:
     """Return the estimated seconds of a segment on a card."""
     # Do not use `@`: BLAS adds in an order that depends on the CPU, and the order changes rounding.
-    return float((seconds_per_op(segment.work, card) * segment.work.times).sum())
+    return float((seconds_of_each_op(segment.work, card) * segment.work.times).sum())
 
 
-def timeline_of(segments: Iterable[Segment]) -> np.ndarray:
+def bytes_by_op_and_kind(segments: Iterable[Segment]) -> np.ndarray:
     """Return the bytes of each kind after each operator: (operators, kinds) int64.
 
     The bytes before the first operator do not count. The bytes after an operator include storages
     that are freed right after it.
     """
-    allocated, freed = np.concatenate([segment.changes for segment in segments]).swapaxes(0, 1)
+    allocated, freed = np.concatenate(
+        [segment.allocated_and_freed for segment in segments]
+    ).swapaxes(0, 1)
     return (allocated - freed).cumsum(axis=0) + freed
 
 
@@ -126,15 +129,15 @@ def split_into_segments(log: OpRecorder, calls: Iterable[int] = ()) -> list[Segm
         if storage.died != math.inf:
             changes[int(storage.died), 1, kind] += storage.nbytes
         kept[storage.born] += storage.nbytes * is_kept
-    parts = [list(places) for _, places in groupby(log.places, part_of)]
+    parts = [list(places) for _, places in groupby(log.phase_marks, part_of)]
     begins = [places[0][0] for places in parts] + [log.n_ops + 1]
     return [
         Segment(
-            places=[(at - begin, phase, block) for at, phase, block in places],
-            changes=changes[begin:end],
+            phase_marks=[(at - begin, phase, block) for at, phase, block in places],
+            allocated_and_freed=changes[begin:end],
             work=op_work_table(log.ops[begin:end]),
             kept=int(kept[begin:end].sum()),
-            offloaded_sizes=[size for size, place in log.moved if place in places],
+            offloaded_sizes=[size for size, place in log.offloaded_tensors if place in places],
         )
         for places, (begin, end) in zip(parts, pairwise(begins), strict=True)
     ]
@@ -156,41 +159,47 @@ class StepMemory:
     config: Any  # MiniGPTConfig; None: another model (planner/any_model.py)
     batch_size: int  # sequences; 0: another model, with any kind of batch
     seq_len: int  # tokens
-    segments: list[tuple[Segment, int]]  # in order: (segment, number to add to its block indices)
+    placed_segments: list[
+        tuple[Segment, int]
+    ]  # in order: (segment, number to add to its block indices)
 
     def seconds(self, card: Card) -> float:
         """Return the estimated seconds of a step with one micro-batch on this card.
 
         The estimate (planner/roofline.py) is for eager code, and does not change with --compile.
         """
-        return math.fsum(segment_seconds(segment, card) for segment, _ in self.segments)
+        return math.fsum(segment_seconds(segment, card) for segment, _ in self.placed_segments)
 
     @cached_property
     def begins(self) -> list[int]:
         """Numbers of the first operators of all segments; the last element counts all operators."""
-        sizes = (len(segment.changes) for segment, _ in self.segments)
+        sizes = (len(segment.allocated_and_freed) for segment, _ in self.placed_segments)
         return list(accumulate(sizes, initial=0))
 
     @property
-    def work(self) -> np.recarray:
-        """Array of WORK_DTYPE with one row for each operator that reads or writes bytes."""
-        work = np.concatenate([segment.work for segment, _ in self.segments]).view(np.recarray)
-        work.at += np.repeat(self.begins[:-1], [len(segment.work) for segment, _ in self.segments])
+    def op_work(self) -> np.recarray:
+        """Array of OP_WORK_DTYPE with one row for each operator that reads or writes bytes."""
+        work = np.concatenate([segment.work for segment, _ in self.placed_segments]).view(
+            np.recarray
+        )
+        work.at += np.repeat(
+            self.begins[:-1], [len(segment.work) for segment, _ in self.placed_segments]
+        )
         return work
 
     @property
-    def places(self) -> list[PhaseMark]:
+    def phase_marks(self) -> list[PhaseMark]:
         """Phases in order: (number of the first operator, phase, block that runs or None)."""
         return [
             (begin + at, phase, block if block is None else block + shift)
-            for begin, (segment, shift) in zip(self.begins, self.segments, strict=False)
-            for at, phase, block in segment.places
+            for begin, (segment, shift) in zip(self.begins, self.placed_segments, strict=False)
+            for at, phase, block in segment.phase_marks
         ]
 
     @cached_property
     def timeline(self) -> np.ndarray:
         """Bytes of each kind after each operator: (operators + 1, len(KINDS)) int64."""
-        return timeline_of(segment for segment, _ in self.segments)
+        return bytes_by_op_and_kind(segment for segment, _ in self.placed_segments)
 
     @cached_property
     def total(self) -> np.ndarray:
@@ -201,26 +210,28 @@ class StepMemory:
     def peak(self) -> int:
         """Largest number of bytes that exist at any operator of the step."""
         peak = level = 0
-        for segment, _ in self.segments:
-            peak, level = max(peak, level + segment.peak_increase), level + segment.added
+        for segment, _ in self.placed_segments:
+            peak, level = max(peak, level + segment.peak_increase), level + segment.net_bytes
         return peak
 
     @property
     def kept(self) -> int:
         """Bytes that blocks and head keep for backward when forward ends."""
-        return sum(segment.kept for segment, _ in self.segments)
+        return sum(segment.kept for segment, _ in self.placed_segments)
 
     @property
     def kept_per_block(self) -> float:
         """Bytes that a block keeps for backward, as the mean over all blocks."""
-        of_blocks = [segment for segment, _ in self.segments if segment.places[0][2] is not None]
-        n_blocks = len({block for *_, block in self.places} - {None})
+        of_blocks = [
+            segment for segment, _ in self.placed_segments if segment.phase_marks[0][2] is not None
+        ]
+        n_blocks = len({block for *_, block in self.phase_marks} - {None})
         return sum(segment.kept for segment in of_blocks) / max(1, n_blocks)
 
     @property
     def offloaded_sizes(self) -> list[int]:
         """Bytes of each tensor that offload copies out."""
-        return [size for segment, _ in self.segments for size in segment.offloaded_sizes]
+        return [size for segment, _ in self.placed_segments for size in segment.offloaded_sizes]
 
     @property
     def host_bytes(self) -> int:
@@ -236,7 +247,7 @@ class StepMemory:
     def peak_location(self) -> str:
         """Phase and block of the peak: "head", or "backward, block 11"."""
         at = self.total.argmax()
-        _, phase, block = [place for place in self.places if place[0] <= at][-1]
+        _, phase, block = [place for place in self.phase_marks if place[0] <= at][-1]
         return phase if block is None else f"{phase}, block {block}"
 
     def phase_slice(self, name: str) -> slice:
@@ -256,7 +267,7 @@ def phase_intervals(step: StepMemory) -> list[PhaseInterval]:
     """
     intervals = [
         (phase, block, [at for at, _, _ in group])
-        for (phase, block), group in groupby(step.places, lambda place: place[1:])
+        for (phase, block), group in groupby(step.phase_marks, lambda place: place[1:])
     ]
     ends = [begins[0] for _, _, begins in intervals[1:]] + [len(step.timeline)]
     return [(*interval, end) for interval, end in zip(intervals, ends, strict=True)]

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 
-from trainer.bootstrap import STARTED, say_stopped
+from trainer.bootstrap import IS_MAIN_PROGRAM, say_stopped
 
 LISTING = """\
 Type python -m scripts.NAME (or python scripts/NAME.py) for NAME, and python NAME.py for NAME.py.
@@ -128,5 +128,5 @@ def flush() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-if STARTED:
+if IS_MAIN_PROGRAM:
     atexit.register(flush)

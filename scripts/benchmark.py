@@ -40,11 +40,11 @@ from torch import Tensor, nn
 from torch.profiler import profile
 from tqdm import tqdm
 
-from memory import RECOMPUTE_POLICIES, BlockCalls
+from memory import RECOMPUTE_POLICIES, BlocksWithPolicies
 from model import MiniGPT, MiniGPTConfig
 from planner.cards import CARDS, THIS_MACHINE, choose_card
 from planner.formulas import flops_per_token
-from planner.operators import PRECISIONS
+from planner.operators import MATMUL_DTYPES
 from scripts import cli_main, out_of_memory_as, say_stopped
 from scripts.style import about, describe_about, write_json
 from train_minimal import train_step
@@ -178,7 +178,7 @@ def recorded_peak(run: Run) -> int:
     existing: list[Tensor] = list(run.model.parameters())
     existing += chain(*(state.values() for state in run.optimizer.state.values()))
     if isinstance(run.model, MiniGPT):  # count the CPU buffers of +offload, too
-        existing += cast(BlockCalls, run.model.blocks_with_recompute).offload_pool.buffers
+        existing += cast(BlocksWithPolicies, run.model.blocks_with_recompute).offload_pool.buffers
     with profile(profile_memory=True) as profiler:
         timed_step(run)
     result: Any = profiler.profiler  # (its own tables have only sums)
@@ -242,7 +242,7 @@ def make_row(request: PlanRequest, measured: Row) -> Row:
     tokens_per_s = args.batch_size * args.grad_accum_steps * args.seq_len / step_s
     share, card = None, request.card
     if card and card.name in CARDS:  # (measured FLOP/s of a machine are not its peak)
-        share = tokens_per_s / card.flops[PRECISIONS.index(request.precision)]
+        share = tokens_per_s / card.flops[MATMUL_DTYPES.index(request.compute_dtype)]
     needed, replayed = flops_per_token(step.config, args.seq_len, args.compile)
     return {
         "policy": step.config.recompute,
@@ -303,7 +303,7 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
     metadata = about("scripts.benchmark", argv, request.device) | {
         "model": describe_model(request.config),
         **{name: getattr(args, name) for name in ("batch_size", "grad_accum_steps", "seq_len")},
-        "precision": str(request.precision).removeprefix("torch."),
+        "precision": str(request.compute_dtype).removeprefix("torch."),
         "predicted for": request.card.name,
         "runs": f"{len(rows) + len(out_of_memory)} of {len(policies)}",
         "out of memory": " ".join(out_of_memory) or "nothing",

@@ -32,16 +32,16 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tqdm import tqdm
 
 from data import DataError, TokenFile, Tokenizer
-from data.documents import TOKEN_SUFFIXES, read_documents, suffix_of
+from data.documents import TOKEN_SUFFIXES, iter_documents, suffix_of
 from data.files import find_files
-from data.store import up_to
+from data.store import limit_total
 from model import MiniGPT
 from scripts import add_snapshot, cli_main, out_of_memory_as
 from scripts.style import about, write_json
 from trainer import flags
 from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.metrics import perplexity
-from trainer.pretrained import load_model
+from trainer.pretrained import load_model_and_tokenizer
 from trainer.process import OneProcess
 from trainer.resume import data_changed
 from trainer.setup import find_data
@@ -52,11 +52,11 @@ def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Yield all token ids of a file in chunks. In a text file, the id of <|endoftext|> comes before
     each document. Raises DataError."""
     if suffix_of(path) in TOKEN_SUFFIXES:
-        yield from TokenFile.open(path).id_chunks(tokenizer)
+        yield from TokenFile.from_path(path).id_chunks(tokenizer)
         return
     if tokenizer.name == "toy":
         raise DataError(f"--val-data {path}: this model learned numbers, not text")
-    for document in read_documents(path):
+    for document in iter_documents(path):
         yield np.array([tokenizer.eot_id], np.uint32)
         yield from map(tokenizer.encode, document)
 
@@ -79,9 +79,9 @@ def read_data(
         if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):
             process.print0("note: the run's data changed; the model may have trained on part of it")
         description = f"validation part of {data.description}"
-        pieces = chain.from_iterable(file.id_chunks(tokenizer) for file in data.val)
+        pieces = chain.from_iterable(file.id_chunks(tokenizer) for file in data.val_files)
     none = np.empty(0, np.uint16)  # (np.concatenate needs at least one array)
-    return description, np.concatenate([none, *up_to(args.max_tokens or sys.maxsize, pieces)])
+    return description, np.concatenate([none, *limit_total(args.max_tokens or sys.maxsize, pieces)])
 
 
 @torch.no_grad()
@@ -115,8 +115,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     device = choose_device(args.device)
     precision, process = choose_precision(args, device), OneProcess(device)
     set_matmul_precision(device, tf32=False)
-    with process.progress_message(f"reading {path}"):
-        model, tokenizer = load_model(path, device)
+    with process.showing_message(f"reading {path}"):
+        model, tokenizer = load_model_and_tokenizer(path, device)
     state, limit = peek(path), model.config.max_position_embeddings  # (state of a folder: {})
     trained = state["args"]["seq_len"] if state else limit
     args.seq_len = args.seq_len or min(trained, limit)
@@ -125,7 +125,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
         raise flags.UsageError(f"--seq-len {args.seq_len}: the model sees {limit} tokens at most")
     if args.stride > args.seq_len:
         raise flags.UsageError(f"--stride {args.stride}: a window has {args.seq_len} tokens only")
-    with process.progress_message("reading its data"):
+    with process.showing_message("reading its data"):
         data, tokens = read_data(args, state, tokenizer, process)
     if len(tokens) < 2:
         raise DataError(f"{data}: {len(tokens)} token(s), and the first one is not predicted")
@@ -133,7 +133,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     amp, start = precision != torch.float32, time.perf_counter()
     with torch.autocast(device.type, precision if amp else None, amp, cache_enabled=False):
         nats = sum_loss(model, tokens, args)
-    if not math.isfinite(nats):  # (load_model checked that all weights are finite)
+    if not math.isfinite(nats):  # (load_model_and_tokenizer checked that all weights are finite)
         raise flags.UsageError(f"the loss is {nats}: --amp-dtype {args.amp_dtype} overflows")
     lengths, n_tokens = tokenizer.byte_lengths(), len(tokens) - 1
     n_bytes = int(np.bincount(tokens[1:], minlength=len(lengths)) @ lengths)

@@ -30,20 +30,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data import Tokenizer
-from data.tokenizer import EOT
+from data.tokenizer import EOT_TEXT
 from data.tokenizer_json import to_json
 from model import MiniGPTConfig
 from planner.formulas import count_parameters
 from scripts import add_snapshot, cli_main
 from trainer.flags import OneLineParser, UsageError, to_argv
 from trainer.pretrained import (
-    GPT2_ALONE,
-    SIZES,
-    THEIRS,
+    CONFIG_JSON_SIZES,
+    MINIGPT_TO_TRANSFORMERS,
+    SUPPORTED_GPT2_SETTINGS,
     Pretrained,
     import_safetensors,
     open_pretrained,
-    renamed,
+    renamed_and_transposed,
 )
 from trainer.report import describe_model
 from trainer.snapshot import SaveError
@@ -61,14 +61,14 @@ LAYER = {  # parameter prefix in nn.TransformerEncoderLayer -> prefix in model.p
 def their_sizes(config: MiniGPTConfig) -> dict[str, Any]:
     """Return the sizes and the dropout under the names that transformers' GPT2Config and its
     config.json have for them."""
-    sizes = {theirs: getattr(config, ours) for theirs, ours, _ in SIZES}
+    sizes = {theirs: getattr(config, ours) for theirs, ours, _ in CONFIG_JSON_SIZES}
     return sizes | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
 
 
 def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the JSON files as {name: content}. A model of toy data gets no tokenizer files,
     because its ids stand for no text."""
-    alone = {name: allowed[0] for name, allowed in GPT2_ALONE.items()}
+    alone = {name: allowed[0] for name, allowed in SUPPORTED_GPT2_SETTINGS.items()}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_id)
     # The sampling defaults of scripts.generate. max_length ends a text at the last position of the
     # model, because the window of transformers does not slide.
@@ -79,7 +79,7 @@ def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         files["tokenizer.json"] = to_json(tokenizer)
         files["tokenizer_config.json"] = {
             "tokenizer_class": "PreTrainedTokenizerFast",  # reads only tokenizer.json
-            **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), EOT),
+            **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), EOT_TEXT),
             "model_max_length": config.max_position_embeddings,
             "clean_up_tokenization_spaces": False,
             # "<|endoftext|>" inside a text is encoded as plain text, as in this project.
@@ -152,7 +152,7 @@ def export(source: Pretrained, folder: Path) -> None:
     """
     library = import_safetensors()
     check_is_gpt2(source)
-    theirs = renamed(source.weights, THEIRS)
+    theirs = renamed_and_transposed(source.weights, MINIGPT_TO_TRANSFORMERS)
     theirs = {f"transformer.{name}": weight.float() for name, weight in theirs.items()}
     weights = {name: weight.contiguous() for name, weight in theirs.items()}
     files = json_files(source.config, source.tokenizer)

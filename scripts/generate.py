@@ -23,7 +23,7 @@ from model import MiniGPT
 from scripts import add_snapshot, cli_main, out_of_memory_as
 from trainer.device import choose_device
 from trainer.flags import OneLineParser, UsageError, number_in_range
-from trainer.pretrained import load_model
+from trainer.pretrained import load_model_and_tokenizer
 
 SEPARATOR = "\n----------------\n"
 
@@ -73,7 +73,7 @@ def generate_text(
     torch.manual_seed(args.seed)
     new_ids = (
         column.flatten().tolist()  # one read for all samples, because a read waits for the GPU
-        for column in model.stream(  # (num_samples, 1)
+        for column in model.stream_tokens(  # (num_samples, 1)
             ids,
             args.max_new_tokens,
             temperature=args.temperature,
@@ -111,7 +111,7 @@ def main(argv: list[str]) -> None:
     typed = f"--num-samples {args.num_samples} and --max-new-tokens {args.max_new_tokens}"
     with out_of_memory_as(f" with {typed}: lower them"):
         device = choose_device(args.device)
-        model, tokenizer = load_model(args.checkpoint_path, device)
+        model, tokenizer = load_model_and_tokenizer(args.checkpoint_path, device)
         try:
             for piece in generate_text(args, model, tokenizer, device):
                 print(piece, end="", flush=True)

@@ -23,7 +23,7 @@ from memory import RECOMPUTE_POLICIES
 from model import MiniGPTConfig
 from planner import Planner
 from planner.op_recorder import Storage
-from planner.record import code_of
+from planner.record import read_source_line
 from scripts import cli_main
 from scripts.plan_table import align
 from trainer.flags import SHAPES, OneLineParser, number_in_range
@@ -64,7 +64,7 @@ def table(policy: str, tensors: list[Storage], unit: int) -> str:
             "what<": label,
             "shape<": f"{shape} {str(tensor.dtype).removeprefix('torch.')}",
             "why<": why,
-            "line<": f"{tensor.line} {code_of(tensor.line)}",
+            "line<": f"{tensor.line} {read_source_line(tensor.line)}",
         }
         lines.append(line)
     title = f"{policy}: {len(tensors)} tensors, {format_bytes(total)} ({total / unit:.2f} BTC)"

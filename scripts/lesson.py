@@ -39,7 +39,7 @@ from tqdm import tqdm
 from memory import RECOMPUTE_POLICIES
 from model import MLP, MiniGPT, MiniGPTConfig
 from planner import KINDS, Planner, StepMemory
-from planner.formulas import head_bytes, recompute_cost
+from planner.formulas import head_bytes, recompute_cost_key
 from scripts import cli_main
 from scripts.checkpoint_from_scratch import run_step
 from scripts.kept_tensors import kept_by_one_block, table
@@ -341,7 +341,7 @@ def planner(accumulate: bool = False) -> Planner:
         precision=torch.bfloat16,
         make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), fused=True),
         device_type="cuda",
-        accumulate=accumulate,
+        accumulates_gradients=accumulate,
     )
 
 
@@ -409,7 +409,7 @@ def gradients_that_wait() -> Measured:
 
 def policy_for_a_card() -> Measured:
     """Compute answer 10: of the policies that fit in 4 GiB, the policy with the fewest FLOPs."""
-    steps = sorted(ways(RECOMPUTE_POLICIES), key=lambda s: recompute_cost(s.config, SEQ_LEN))
+    steps = sorted(ways(RECOMPUTE_POLICIES), key=lambda s: recompute_cost_key(s.config, SEQ_LEN))
     lines = ["policy     FLOPs      peak  in 4 GiB"]
     for step in steps:
         fits = "fits" if step.peak <= BUDGET else "no"

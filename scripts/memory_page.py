@@ -38,14 +38,14 @@ import numpy as np
 from tqdm import tqdm
 
 from memory import POLICIES as RECOMPUTE
-from memory import recompute_plan
+from memory import parse_config_recompute
 from model import MiniGPTConfig
 from planner import Card, StepMemory
-from planner.choose import candidates, pareto_frontier
+from planner.choose import pareto_frontier, rank_candidate_steps
 from planner.formulas import flops_per_token
 from planner.op_recorder import Storage
-from planner.record import StepRecord, code_of, group_of
-from planner.roofline import seconds_per_op
+from planner.record import StepRecord, group_key, read_source_line
+from planner.roofline import seconds_of_each_op
 from planner.timeline import phase_intervals
 from scripts import cli_main
 from scripts.style import COLORS, LEGEND, POLICIES, describe, relative_flops
@@ -97,7 +97,7 @@ class Labels:
         texts = (relative(text, storage.block) for text in (storage.name, storage.reason_alive))
         shape = " x ".join(f"{n:,}" for n in storage.shape) or "one number"
         dtype, line = str(storage.dtype).removeprefix("torch."), self.lines[storage.line]
-        kind, (group, _) = [*COLORS].index(storage.kind), group_of(storage)
+        kind, (group, _) = [*COLORS].index(storage.kind), group_key(storage)
         label = *texts, kind, shape, dtype, storage.nbytes, line, group
         return self.storages[label]
 
@@ -123,10 +123,10 @@ def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
     the forward of a block, is as wide as the FLOPs of its matrix products. Its operators share that
     width evenly.
     """
-    step = record.step
+    step = record.step_memory
     needed, _ = flops_per_token(step.config, step.seq_len)
     flops = np.zeros(len(step.timeline) + 1)
-    np.add.at(flops, step.work.at, step.work.flops * step.work.times)
+    np.add.at(flops, step.op_work.at, step.op_work.flops * step.op_work.times)
     step_flops = needed * step.batch_size * step.seq_len
     starts, x = [0], [0.0]
     for phase, _, begins, end in phase_intervals(step):
@@ -139,15 +139,15 @@ def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
 def along_seconds(record: StepRecord, card: Card) -> tuple[list[int], list[float]]:
     """Return two lists: the number of each operator that takes time, and its position on the
     horizontal axis in predicted seconds. The last entries are the end of the step."""
-    work = record.step.work
-    each = seconds_per_op(work, card) * work.times
-    return [*work.at.tolist(), len(record.step.timeline)], [0.0, *each.cumsum()]
+    op_work = record.step_memory.op_work
+    each = seconds_of_each_op(op_work, card) * op_work.times
+    return [*op_work.at.tolist(), len(record.step_memory.timeline)], [0.0, *each.cumsum()]
 
 
 def trainer_flags(config: MiniGPTConfig) -> str:
     """Return the trainer flags that select the policy and the chunks of `config`."""
     chunks = f" --loss-chunks {config.loss_chunks}" if config.loss_chunks else ""
-    if config.mlp_chunks != 1 and recompute_plan(config).supports_mlp_chunks:
+    if config.mlp_chunks != 1 and parse_config_recompute(config).supports_mlp_chunks:
         chunks += f" --mlp-chunks {config.mlp_chunks}"
     return f"--use-activation-checkpoint {config.recompute}{chunks}"
 
@@ -156,11 +156,11 @@ def step_data(
     record: StepRecord, name: str, labels: Labels, request: PlanRequest
 ) -> dict[str, Any]:
     """Return the numbers of one policy in the form that scripts/page/step.js reads."""
-    step, card = record.step, request.card
+    step, card = record.step_memory, request.card
     starts, x = along_seconds(record, card) if card else along_flops(record)
     born = [storage.born for storage in record.storages]
     ends = [-1 if s.died == math.inf else int(s.died) - s.born for s in record.storages]
-    replays = np.flatnonzero(np.diff(record.replays.astype(int), prepend=0, append=0))
+    replays = np.flatnonzero(np.diff(record.replay_mask.astype(int), prepend=0, append=0))
     return {
         "name": name,
         "words": WORDS.get(name, "as it was asked for"),
@@ -169,10 +169,10 @@ def step_data(
         "seconds": step.seconds(card) if card else None,
         "peak": step.peak,
         "where": step.peak_location,
-        "operators": [labels.operators[operator] for operator in record.operators],
+        "operators": [labels.operators[operator] for operator in record.operator_names],
         "starts": starts,
         "x": [float(f"{at:.7g}") for at in x],
-        "places": [[at, phase, block] for at, phase, block in step.places],
+        "places": [[at, phase, block] for at, phase, block in step.phase_marks],
         "replays": replays.reshape(-1, 2).tolist(),
         "label": [labels.of(storage) for storage in record.storages],
         "block": [-1 if s.block is None else s.block for s in record.storages],
@@ -193,7 +193,7 @@ def policies(request: PlanRequest) -> tuple[dict[str, dict[str, Any]], str]:
     policy that is shown first."""
     config, settings = request.config, dict(POLICIES)
     if request.args.use_activation_checkpoint == AUTO:
-        config = request.pick_recompute().config
+        config = request.step_with_best_policy().config
     if config.loss_chunks:  # --loss-chunks sets the head of all policies
         del settings["plain"]
     if config.n_layers == 1:  # one block makes no group of 2
@@ -220,9 +220,9 @@ def page_data(args: argparse.Namespace) -> dict[str, Any]:
         if has_budget
         else "no budget given (the dashed line is an example)",
     ]
-    if (times := int(record.step.work.times.max())) > 1:
+    if (times := int(record.step_memory.op_work.times.max())) > 1:
         about.append(f"showing three of the head's {times + 2:,} chunks")
-    ways = pareto_frontier(candidates(request.planner, args.batch_size, card))
+    ways = pareto_frontier(rank_candidate_steps(request.planner, args.batch_size, card))
     return {
         "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",
@@ -230,7 +230,7 @@ def page_data(args: argparse.Namespace) -> dict[str, Any]:
         "ways": [way_data(way, request) for way in ways],
         "first": [*settings].index(first),
         "kinds": [[LEGEND[kind].split(":")[0], COLORS[kind], LEGEND[kind]] for kind in COLORS],
-        "lines": [[line, code_of(line)] for line in labels.lines],
+        "lines": [[line, read_source_line(line)] for line in labels.lines],
         "operators": [*labels.operators],
         "labels": [list(label) for label in labels.storages],
         "steps": steps,

@@ -102,13 +102,13 @@ def title(name: str, step: StepMemory) -> str:
 
 def draw(plt: Any, request: PlanRequest, records: dict[str, StepRecord]) -> Any:
     """Draw the panels, one below the other, all with the same axes."""
-    max_peak = max(record.step.peak for record in records.values())
+    max_peak = max(record.step_memory.peak for record in records.values())
     right = max(along_flops(record)[1][-1] for record in records.values())
     unit, size = ("GiB", 2**30) if max_peak >= 2**30 else ("MiB", 2**20)
     height = 1.4 * (len(records) + 1.2)
     figure, axes = plt.subplots(len(records), 1, figsize=(WIDTH, height), squeeze=False)
     for axis, (name, record) in zip(axes.flat, records.items(), strict=True):
-        step = record.step
+        step = record.step_memory
         x = np.interp(range(len(step.total)), *along_flops(record))
         layers = [step.timeline[:, KINDS.index(kind)] / size for kind in COLORS]
         areas = axis.stackplot(x, layers, colors=COLORS.values(), step="post", linewidth=0)
@@ -137,7 +137,9 @@ def main(argv: list[str]) -> None:
     args = parse(argv)
     plt = load_pyplot("memory_timeline")
     request, records = record_all(args)
-    peaks = "\n".join(f"{name}: {record.step.peak:,} bytes" for name, record in records.items())
+    peaks = "\n".join(
+        f"{name}: {record.step_memory.peak:,} bytes" for name, record in records.items()
+    )
     save_picture(draw(plt, request, records), args.out, {"Description": peaks})
     print(f"wrote {args.out}")
 

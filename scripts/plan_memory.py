@@ -35,8 +35,8 @@ from tqdm import tqdm
 
 from memory import format_recompute_plan
 from planner.cards import THIS_MACHINE
-from planner.formulas import closed_form, count_parameters
-from planner.operators import PRECISIONS
+from planner.formulas import closed_form_bytes, count_parameters
+from planner.operators import MATMUL_DTYPES
 from planner.record import StepRecord
 from planner.shards import state_bytes_per_rank
 from scripts import cli_main, plan_table
@@ -108,7 +108,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args.use_activation_checkpoint = "none"  # the base of all rows; each row sets its policy
     flags.resolve_defaults(args, 1 if args.sp else args.nproc_per_node or 1)
     if args.sp:
-        flags.check_shared(args, args.nproc_per_node)
+        flags.check_sequence_parallel(args, args.nproc_per_node)
     args.typed -= ANSWERED | ({"compress_gradients"} if args.fsdp or args.sp else set())
     return args
 
@@ -147,7 +147,7 @@ def describe_target(request: PlanRequest, seconds: float) -> str:
     """Return the lines above the table: model, batch, device, card, budget, training state."""
     args, config, budget, card = request.args, request.config, request.memory_budget, request.card
     kind = request.device.type
-    precision = str(request.precision).removeprefix("torch.")
+    precision = str(request.compute_dtype).removeprefix("torch.")
     unknown = f"no {kind} here and no --memory-budget: what fits cannot be told"
     limit = unknown if budget.limit_bytes is None else f"tensors may take {budget}"
     lines = [
@@ -156,7 +156,7 @@ def describe_target(request: PlanRequest, seconds: float) -> str:
         f"device   {kind}, {precision}{parallel_words(request)}",
     ]
     if card:
-        flops = digits(3, card.flops[PRECISIONS.index(request.precision)] / 1e12)
+        flops = digits(3, card.flops[MATMUL_DTYPES.index(request.compute_dtype)] / 1e12)
         speed = f"{flops} TFLOP/s in {precision}, {digits(3, card.bytes_per_s / 1e9)} GB/s"
         how = f", measured in {seconds:.1f} s" if args.card == THIS_MACHINE else " at most"
         lines.append(f"card     {card.name}: {speed}{how}; times are estimates")
@@ -209,10 +209,10 @@ def verdict(request: PlanRequest, taken: Candidate | None, table: list[Candidate
     lines = [command_line(args, **taken.changes(args))] if taken else []
     if taken and not taken.offloaded:
         return lines
-    change, knob = request.fitting_change()
+    change, knob = request.advice_and_change()
     if taken:  # another change may be cheaper than offloading
         if knob and "+offload" not in knob.flags.get("use_activation_checkpoint", ""):
-            lines.insert(0, f"or, instead of offloading, {knob.command} ({knob.cost})")
+            lines.insert(0, f"or, instead of offloading, {knob.command} ({knob.cost_in_words})")
         return lines
     tight = " with a margin" * any(row.fits for row in table)
     lines = [f"nothing fits{tight}; {change}"]
@@ -284,10 +284,10 @@ def plan(request: PlanRequest, bar: tqdm) -> dict[str, Any]:
         if (
             taken
             and taken.longest is None
-            and (instead := request.describe_smaller_batches(taken.step))
+            and (instead := request.advise_smaller_batch(taken.step))
         ):
             bar.write(f"note     {instead}\n")
-    if (settings or table) and (note := request.planner.note):
+    if (settings or table) and (note := request.planner.inaccuracy_note):
         bar.write(f"note     {note}\n")
     if args.at_peak:
         record = plan_table.record_step(request, taken)
@@ -307,7 +307,7 @@ def as_json(
     """Return the content of the JSON file without the metadata of `about`. Sizes are in bytes."""
     args, table = request.args, table or policy_table(request)
     taken = recommend(table)
-    shape = args.batch_size, args.seq_len, request.precision
+    shape = args.batch_size, args.seq_len, request.compute_dtype
     moments = args.optimizer, getattr(torch, args.moments_dtype)
     config = (taken or min(table, key=lambda candidate: candidate.step.peak)).step.config
     return {
@@ -315,7 +315,7 @@ def as_json(
         "batch_size": args.batch_size,
         "seq_len": args.seq_len,
         "device": request.device.type,
-        "precision": str(request.precision).removeprefix("torch."),
+        "precision": str(request.compute_dtype).removeprefix("torch."),
         "shards": request.shard_degree,
         "state_bytes": request.state_bytes,
         "card": request.card and request.card.name,
@@ -325,7 +325,7 @@ def as_json(
         "run": run,
         "optimizer": args.optimizer,
         "moments_dtype": args.moments_dtype,
-        "closed_form": closed_form(config, *shape, *moments),
+        "closed_form_bytes": closed_form_bytes(config, *shape, *moments),
         "rows": [candidate.as_json(args) for candidate in table],
         "if_out_of_memory": [
             {
@@ -337,7 +337,7 @@ def as_json(
         ],
         "all_knobs": [candidate.as_json(args) for candidate in settings],
         "alive_at_peak": record and plan_table.at_peak(record),
-        "alive_at_peak_of": record and record.step.config.recompute,
+        "alive_at_peak_of": record and record.step_memory.config.recompute,
     }
 
 

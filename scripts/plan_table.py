@@ -3,7 +3,7 @@
 Three searches find them: the table of policies (`policy_table`), the longest sequence
 (`longest_sequence`) and the fastest micro-batch (`search_settings`). `--at-peak` lists by name what
 is alive at a peak. These are hundreds of tensors. But blocks are equal, so the tensors make a few
-dozen groups (`group_of` in planner/record.py), and the largest nine groups take most of the bytes.
+dozen groups (`group_key` in planner/record.py), and the largest nine groups take most of the bytes.
 """
 
 import argparse
@@ -15,18 +15,22 @@ from dataclasses import dataclass, replace
 from statistics import mode
 from typing import Any
 
-from memory import recompute_plan
+from memory import parse_config_recompute
 from planner import StepMemory
 from planner.choose import nested_policies, uniform_policies
-from planner.formulas import recompute_cost
+from planner.formulas import recompute_cost_key
 from planner.op_recorder import Storage
-from planner.record import ALIKE, StepRecord, code_of, group_of
+from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_key, read_source_line
 from scripts.style import relative_flops
 from trainer.flags import MAX_COUNT, to_argv, with_flags
 from trainer.metrics import format_bytes
-from trainer.plan import RESTART_PEAK_FRACTION, PlanRequest, next_smaller_step
+from trainer.plan import (
+    OFFLOAD_POLICY,
+    RESTART_SHARE_OF_FAILED_PEAK,
+    PlanRequest,
+    step_with_deeper_recompute,
+)
 
-OFFLOADED = "full+offload"
 STEP = 64  # tokens; the longest sequence is a multiple of this
 TRIES = 6  # lengths to try by linear interpolation, before bisection
 SETTINGS = 5  # rows that --all-knobs prints
@@ -52,7 +56,7 @@ class Candidate:
 
     @property
     def offloaded(self) -> bool:
-        return recompute_plan(self.step.config).offload
+        return parse_config_recompute(self.step.config).offload
 
     @property
     def largest_batch(self) -> int | None:
@@ -71,9 +75,9 @@ class Candidate:
     @property
     def cost(self) -> tuple[float, float]:
         """Sort key; smaller is better. With a card: (seconds, peak bytes). Without a card:
-        `recompute_cost`."""
+        `recompute_cost_key`."""
         if self.seconds is None:
-            return recompute_cost(self.step.config, self.step.seq_len)
+            return recompute_cost_key(self.step.config, self.step.seq_len)
         return self.seconds, self.step.peak
 
     def changes(self, args: argparse.Namespace) -> dict[str, Any]:
@@ -138,12 +142,13 @@ def policy_table(request: PlanRequest) -> list[Candidate]:
     --longest-sequence nested groups always have candidates, and each candidate has its longest
     sequence.
     """
-    names, taken = [*uniform_policies(request.planner), OFFLOADED], request.pick_recompute().config
+    names = [*uniform_policies(request.planner), OFFLOAD_POLICY]
+    taken = request.step_with_best_policy().config
     if request.args.longest_sequence:
         names[-1:-1] = nested_policies(request.args.n_layers)
     if taken.recompute not in names:
-        plan = recompute_plan(taken)
-        before = OFFLOADED if plan.nested else plan.policies[0]
+        plan = parse_config_recompute(taken)
+        before = OFFLOAD_POLICY if plan.nested else plan.policies[0]
         names.insert(names.index(before), taken.recompute)
     candidates = [candidate_of(request, use_activation_checkpoint=name) for name in names]
     if request.args.longest_sequence:
@@ -225,9 +230,9 @@ def if_memory_runs_out(candidate: Candidate | None) -> Iterator[Candidate]:
     ):
         request, share = (
             candidate.request,
-            RESTART_PEAK_FRACTION if candidate.request.shard_degree > 1 else 1,
+            RESTART_SHARE_OF_FAILED_PEAK if candidate.request.shard_degree > 1 else 1,
         )
-        while step := next_smaller_step(request, candidate.name, share=share):
+        while step := step_with_deeper_recompute(request, candidate.name, share=share):
             candidate = candidate_of(request, use_activation_checkpoint=step.config.recompute)
             yield candidate
 
@@ -296,7 +301,7 @@ def search_settings(request: PlanRequest) -> list[Candidate]:
         if sequences % size:
             continue
         parts = {"batch_size": size, "grad_accum_steps": sequences // size}
-        step = request.with_args(with_flags(request.args, **parts)).pick_recompute()
+        step = request.with_args(with_flags(request.args, **parts)).step_with_best_policy()
         if step.peak > request.usable_bytes:
             break
         candidates.append(
@@ -345,7 +350,7 @@ def at_peak(record: StepRecord) -> list[dict[str, Any]]:
     the JSON file. Their bytes add up to exactly the peak."""
     by_group = defaultdict[tuple[str, str], list[Storage]](list)
     for storage in record.at_peak:
-        by_group[group_of(storage)].append(storage)
+        by_group[group_key(storage)].append(storage)
     groups = [describe(name, storages) for (name, _), storages in by_group.items()]
     return sorted(groups, key=lambda group: -group["bytes"])
 
@@ -356,7 +361,11 @@ def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
     first, n = storages[0], len(storages)
     equal = len({(storage.shape, storage.dtype) for storage in storages}) == 1
     # The line that made most of the storages; none for a group such as all weights.
-    line = "" if n > 1 and first.kind in ALIKE else mode(storage.line for storage in storages)
+    line = (
+        ""
+        if n > 1 and first.kind in GROUP_NAME_BY_KIND
+        else mode(storage.line for storage in storages)
+    )
     return {
         "name": first.name if n == 1 else name,
         "kind": first.kind,
@@ -365,7 +374,7 @@ def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
         "shape": list(first.shape) if equal else None,
         "dtype": str(first.dtype).removeprefix("torch.") if equal else None,
         "line": line,
-        "code": code_of(line) if line else "",
+        "code": read_source_line(line) if line else "",
         "why": mode(re.sub(r"\bblocks\.\d+\.", "", storage.reason_alive) for storage in storages),
     }
 
@@ -384,7 +393,7 @@ def in_words(group: dict[str, Any]) -> tuple[str, str, str, str]:
 def format_peak(record: StepRecord) -> str:
     """Return a table of the groups that are alive at the peak, of at most LINES rows. The title
     above names the phase and block of the peak."""
-    groups, peak = at_peak(record), record.step.peak
+    groups, peak = at_peak(record), record.step_memory.peak
     shown = groups if len(groups) <= LINES else groups[: LINES - 1]
     rows = [(group["bytes"], *in_words(group)) for group in shown]
     if others := groups[len(shown) :]:
@@ -392,9 +401,9 @@ def format_peak(record: StepRecord) -> str:
         rows.append((rest, f"and {n} others", "", "", ""))
     names = ("bytes>", "share>", "what<", "shape<", "line<", "why<")
     lines = [(format_bytes(size), f"{size / peak:.1%}", *words) for size, *words in rows]
-    title = f"alive at the peak of {record.step.config.recompute}: {format_bytes(peak)}"
+    title = f"alive at the peak of {record.step_memory.config.recompute}: {format_bytes(peak)}"
     table = align([dict(zip(names, line, strict=True)) for line in lines])
-    return f"{title}, {record.step.peak_location}\n\n{table}"
+    return f"{title}, {record.step_memory.peak_location}\n\n{table}"
 
 
 # ---- Formatting

@@ -73,7 +73,7 @@ def look(policy: str) -> list[BlockTensor]:
     """Return the tensors that one block makes in a training step with this policy, in the order of
     forward."""
     record = plan(FLAGS).request.planner.record(BATCH_SIZE, recompute=policy)
-    backward = record.step.phase_slice("backward").start
+    backward = record.step_memory.phase_slice("backward").start
     ours = [storage for storage in record.storages if name_of(storage)]
     first = [storage for storage in ours if storage.phase != "backward"]
     replayed = [storage for storage in ours if storage.replayed]

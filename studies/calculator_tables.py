@@ -23,7 +23,7 @@ def tables() -> str:
         "SLICE": head.SOFTMAX_SLICE_ELEMENTS,
         "PAD": head.VOCAB_MULTIPLE,
         "ROWS": head.SLICE_ROWS_MULTIPLE,
-        "AT_A_TIME": optimizer.AT_A_TIME,
+        "AT_A_TIME": optimizer.UPDATE_CHUNK_ELEMENTS,
     }
     memory = {
         card.name: round(card.memory / GIB, 2)
@@ -31,7 +31,8 @@ def tables() -> str:
         if device_type(card) == "cuda"
     }
     recompute = {
-        name: [p.saved_tensors, p.recomputed_ops, p.by_operator] for name, p in POLICIES.items()
+        name: [p.saved_tensor_names, p.recomputed_layers, p.by_operator]
+        for name, p in POLICIES.items()
     }
     return f"""{BEGIN}, written by `python -m studies.calculator_tables`
 const {", ".join(f"{name} = {value}" for name, value in constants.items())};

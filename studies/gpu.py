@@ -46,7 +46,7 @@ from scripts.style import about, describe_about
 from studies.common import study_parser
 from trainer.flags import UsageError, model_config, with_flags
 from trainer.metrics import read_metrics
-from trainer.plan import PlanRequest, next_smaller_step
+from trainer.plan import PlanRequest, step_with_deeper_recompute
 from trainer.run import Run, is_out_of_memory
 
 Values = dict[str, Any]
@@ -249,7 +249,10 @@ def rescued_step(bench: Bench, policy: str, in_holes: bool) -> Values:
         request.planner.step(args.batch_size, recompute=name).peak for name in (policy, "full")
     ]
     run = make_run(args, bench.device)
-    run.run_info, run.next_smaller_step = {"config": {}}, partial(next_smaller_step, request)
+    run.run_identity, run.find_smaller_step = (
+        {"config": {}},
+        partial(step_with_deeper_recompute, request),
+    )
     timed_step(run, WARM_UP)
     before = 1000 * timed_step(run, args.steps)
     with shortage(bench, run.step + 1, sum(peaks) // 2, in_holes) as begun:
@@ -258,7 +261,7 @@ def rescued_step(bench: Bench, policy: str, in_holes: bool) -> Values:
             "ms": 1000 * timed_step(run),
             "ms of plans": 1000 * run.clock.total["plan"],
             "ms after": 1000 * timed_step(run, args.steps),
-            "rescues": len(run.rescues),
+            "rescues": len(run.policies_out_of_memory),
             "taken": run.model.config.recompute,
             "MiB left": (begun[-1] - begun[0]) / MIB,
             "MiB": torch.cuda.memory_allocated() / MIB,

@@ -44,7 +44,7 @@ MADE = defaultdict[tuple, dict](dict)  # (device, precision) -> cache of simulat
 def plan(flags: str, policy: str = "none", clock: str = "") -> Candidate:
     """Return one row of plan_memory. `clock`: card to predict the time for; "": that of --card."""
     request, _ = parse_request(flags.split())
-    card, made = CARDS.get(clock, request.card), MADE[request.device.type, request.precision]
+    card, made = CARDS.get(clock, request.card), MADE[request.device.type, request.compute_dtype]
     request = replace(request, card=card, planner_cache=made)
     return candidate_of(request, use_activation_checkpoint=policy)
 

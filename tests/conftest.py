@@ -27,7 +27,7 @@ from hypothesis import settings  # noqa: E402
 
 import trainer.plan  # noqa: E402
 import trainer.setup  # noqa: E402
-from data import find_dataset  # noqa: E402
+from data import load_dataset  # noqa: E402
 
 trainer.plan.make_planner = planned.make_once  # replaced before another module imports it
 settings.register_profile("the same each time", deadline=None, derandomize=True)
@@ -95,7 +95,7 @@ def path(tmp_path) -> Path:
 def cache(tmp_path, monkeypatch) -> Path:
     """Folder of the token cache. (This fixture replaces pytest's own fixture `cache`, which no test
     needs.)"""
-    monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
+    monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", tmp_path / "cache")
     return tmp_path / "cache"
 
 

@@ -23,7 +23,7 @@ from harness.rows import row
 from harness.runs import TINY, TINY_MODEL, contents, train_here
 
 import train_minimal
-from data import find_dataset
+from data import load_dataset
 
 TABLES = {
     "flags": FLAGS,
@@ -48,7 +48,7 @@ ROWS = {
 def trained(tmp_path_factory):
     folder = bad_snapshots.TRAINED = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", folder / "cache")
+        monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", folder / "cache")
         argv = [*TINY, "--num-steps=2", f"--checkpoint-path={folder}/run.pt"]
         assert train_minimal.main(argv) == 0
 
@@ -66,7 +66,7 @@ def test_bad_input_costs_one_line(name, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cache = (tmp_path if "cache" in case.files else bad_snapshots.TRAINED) / "cache"
-    monkeypatch.setitem(find_dataset.__kwdefaults__, "cache_dir", cache)
+    monkeypatch.setitem(load_dataset.__kwdefaults__, "cache_dir", cache)
     for variable, value in case.env.items():
         monkeypatch.setenv(variable, value)
     main, always = PROGRAMS[case.program]

@@ -12,7 +12,7 @@ from planner import CARDS, Planner, StepMemory
 from planner.formulas import count_parameters, flops_per_token
 from scripts import memory_page, plan_memory
 from studies.calculator_tables import tables
-from trainer.device import for_tensors
+from trainer.device import without_margin
 from trainer.flags import SHAPES, model_config
 from trainer.optimizer import make_optimizer
 from trainer.plan import vocab_size_of
@@ -52,7 +52,7 @@ def planned(shape: dict) -> StepMemory:
         shape["seq_len"],
         precision=precision,
         make_optimizer=partial(make_optimizer, args=args, device=cuda, precision=precision),
-        clip=OneProcess(cuda).clip_gradients,
+        clip_gradients=OneProcess(cuda).clip_gradients,
         device_type="cuda",
         **processes,
     ).step(shape["batch_size"])
@@ -90,7 +90,7 @@ def test_tables_are_those_of_the_project(request):
     assert tables() in SCRIPT.read_text(), "stale: python -m studies.calculator_tables"
     asked = "Object.keys(CARDS).map((c) => [c, memoryOf(c), forTensors(memoryOf(c))])"
     for name, size, safe in evaluate(asked, None, request):
-        assert size == CARDS[name].memory and safe == for_tensors(size, "cuda")
+        assert size == CARDS[name].memory and safe == without_margin(size, "cuda")
 
 
 # ---- commands

@@ -13,7 +13,7 @@ from memory import RECOMPUTE_POLICIES
 from planner import CARDS
 from planner.cards import device_type
 from scripts.style import COLORS
-from trainer.device import for_tensors
+from trainer.device import without_margin
 
 pytestmark = pytest.mark.browser
 
@@ -77,7 +77,7 @@ def check(page) -> dict:
     cells = page.locator("#table td").all_inner_texts()
     assert cells == [word for row in rows for word in (text(row), f"{row:,}")]
 
-    fitting, safe = [], for_tensors(CARDS[page.locator("#card").input_value()].memory, "cuda")
+    fitting, safe = [], without_margin(CARDS[page.locator("#card").input_value()].memory, "cuda")
     for policy, (its, flops) in found.items():
         *told, batch = page.locator(f"#policy-{policy} .number").all_text_contents()
         assert told == [text(its["bytes"]), f"× {flops:.2f}"]
@@ -121,7 +121,7 @@ def test_each_card_has_its_verdict(page):
     assert found.keys() == {n for n, card in CARDS.items() if device_type(card) == "cuda"}
     for name, words in found.items():
         memory = CARDS[name].memory
-        left = for_tensors(memory, "cuda") - size
+        left = without_margin(memory, "cuda") - size
         tight = "tight" if size <= memory else f"✗ {text(size - memory)} too much"
         assert words == (f"✓ {text(left)} left" if left >= 0 else tight)
 

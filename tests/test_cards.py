@@ -9,7 +9,7 @@ import pytest
 from harness.runs import ROOT
 
 from planner import CARDS
-from planner.cards import card_name, device_type, find_card
+from planner.cards import canonical_card_name, device_type, match_card
 from studies import tables
 
 # What torch.cuda.get_device_name() says -> the card
@@ -54,13 +54,13 @@ def test_a_device_is_found_by_its_name():
     assert {*REPORTED.values()} == {n for n, card in CARDS.items() if device_type(card) == "cuda"}
     for name, known in REPORTED.items():
         card = CARDS[known]
-        assert find_card(name, card.memory) is find_card(name, round(1.1 * card.memory)) is card
-        assert find_card(name, 6 * 2**30) is None  # the same name on a smaller card
-        assert card_name(name) == known
+        assert match_card(name, card.memory) is match_card(name, round(1.1 * card.memory)) is card
+        assert match_card(name, 6 * 2**30) is None  # the same name on a smaller card
+        assert canonical_card_name(name) == known
     for name in re.split("[|\n]", OTHERS):
-        assert all(find_card(name, card.memory) is None for card in CARDS.values()), name
+        assert all(match_card(name, card.memory) is None for card in CARDS.values()), name
         with pytest.raises(ArgumentTypeError, match="unknown card"):
-            card_name(name)
+            canonical_card_name(name)
 
 
 def test_a_person_may_be_brief_but_not_unclear():
@@ -74,12 +74,12 @@ def test_a_person_may_be_brief_but_not_unclear():
     }
     for card in CARDS:
         for name in (card, card.lower().replace(" ", "-"), *brief.get(card, ())):
-            assert card_name(name) == card, name
+            assert canonical_card_name(name) == card, name
     # (There is an RTX 4070, another card; "rtx" says nothing.)
     hints = {"v100": "did you mean V100 16GB or V100 32GB? ", "4070 ti": "", "rtx": "", "": ""}
     for name, near in hints.items():
         with pytest.raises(ArgumentTypeError) as caught:
-            card_name(name)
+            canonical_card_name(name)
         said = f"unknown card {name!r}; {near}known: {', '.join(CARDS)}; or this-machine, measured;"
         assert str(caught.value).startswith(said)
 

@@ -27,9 +27,9 @@ from memory import RECOMPUTE_POLICIES
 from model import MiniGPT, MiniGPTConfig
 from scripts import evaluate, export_hf, generate, plan_memory
 from trainer.flags import UsageError
-from trainer.plan import make_request, predict_peak
+from trainer.plan import make_request, predict_and_describe_peaks
 from trainer.process import OneProcess
-from trainer.setup import check_techniques
+from trainer.setup import check_techniques_are_exact
 
 CPU = torch.device("cpu")
 EQUAL = ["other_words", "asks_a_number"]  # computes the same
@@ -77,7 +77,7 @@ def compare(everything_travels, monkeypatch):
         for way in WAYS if precision == "fp32" else WAYS[: -len(IN_CHUNKS)]:
             model = make(name, replace(none, **way))
             try:
-                check_techniques(model, CPU, PRECISIONS[precision])
+                check_techniques_are_exact(model, CPU, PRECISIONS[precision])
             except UsageError as error:
                 assert len(str(error).splitlines()) == 1
                 refused.add(way["recompute"] + ":chunks" * ("mlp_chunks" in way))
@@ -111,7 +111,7 @@ def test_a_frozen_weight_or_a_short_sequence_is_no_difference(policy):
     model = make("relu_squared", replace(SHAPE, max_position_embeddings=3, recompute=policy))
     model.blocks[0].ln_1.bias.requires_grad_(False)
     numbers = torch.random.get_rng_state()
-    check_techniques(model, CPU, torch.bfloat16)
+    check_techniques_are_exact(model, CPU, torch.bfloat16)
     assert torch.equal(numbers, torch.random.get_rng_state())
 
 
@@ -121,8 +121,8 @@ def test_only_attention_may_look_at_other_tokens_of_a_shared_sequence(name):
     ours = make(name, SHAPE), CPU, torch.float32
     expected = pytest.raises(UsageError, match="block 0 .* looks at other tokens")
     with expected if name in REFUSED else nullcontext():
-        check_techniques(*ours, shared=True)
-    check_techniques(*ours)
+        check_techniques_are_exact(*ours, shared=True)
+    check_techniques_are_exact(*ours)
 
 
 # ---- one model, by however many processes and in however many parts
@@ -254,11 +254,11 @@ def test_a_plan_says_which_operators_are_others_on_the_device(change, capsys):
     change("rms_norm")
     for device_type in ("cpu", "cuda", "mps"):
         plan = planner(WIDE, device_type=device_type)
-        assert plan.step(1) and ("rms_norm" in plan.note) == (device_type != "cpu")
+        assert plan.step(1) and ("rms_norm" in plan.inaccuracy_note) == (device_type != "cpu")
 
     words = "--use-toy-data --n-layers=1 --d-model=16 --n-heads=1 --seq-len=16 --device=cuda"
     assert plan_memory.main(words.split()) == 0
     asked = make_request(parse(words))
-    words, _ = predict_peak(asked, OneProcess(torch.device("cpu")), asked.config)
+    words, _ = predict_and_describe_peaks(asked, OneProcess(torch.device("cpu")), asked.config)
     for said in (capsys.readouterr().out, words):
         assert len(re.findall("^note     rms_norm .* on cuda ", said, re.M)) == 1

@@ -8,17 +8,17 @@ import pytest
 from cases.shapes import WIDE, T
 from harness.planned import CARD, measured_peak, planner
 
-from memory import recompute_plan
+from memory import parse_config_recompute
 from memory.policies import RECOMPUTE_POLICIES, parse_recompute_plan
 from planner.choose import (
     UNIFORM_POLICIES,
-    candidates,
+    enumerate_policy_strings,
     nested_policies,
-    pick_recompute,
-    policy_strings,
+    pick_fastest_fitting_step,
+    rank_candidate_steps,
     uniform_policies,
 )
-from planner.formulas import recompute_cost
+from planner.formulas import recompute_cost_key
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
@@ -28,16 +28,16 @@ def test_auto_takes_the_cheapest_that_fits():
     policies at all layer counts."""
     config, batch_size = replace(WIDE, n_layers=3), 24
     plan = planner(config)
-    ways = candidates(plan, batch_size)
+    ways = rank_candidate_steps(plan, batch_size)
     peaks = [way.peak for way in ways]
-    costs = [recompute_cost(way.config, T) for way in ways]
+    costs = [recompute_cost_key(way.config, T) for way in ways]
     for budget in np.linspace(min(peaks), max(peaks), 4).astype(int).tolist():
-        taken = pick_recompute(plan, batch_size, budget)
+        taken = pick_fastest_fitting_step(plan, batch_size, budget)
         assert measured_peak(taken.config, batch_size) <= budget
         best = min(cost for cost, peak in zip(costs, peaks, strict=True) if peak <= budget)
-        assert recompute_cost(taken.config, T) == best
-    assert pick_recompute(plan, batch_size, max(peaks)).config.recompute == "none"
-    nothing = pick_recompute(plan, batch_size, min(peaks) - 1)
+        assert recompute_cost_key(taken.config, T) == best
+    assert pick_fastest_fitting_step(plan, batch_size, max(peaks)).config.recompute == "none"
+    nothing = pick_fastest_fitting_step(plan, batch_size, min(peaks) - 1)
     assert nothing.peak == min(peaks)
 
 
@@ -45,15 +45,15 @@ def test_auto_nests_groups_where_nothing_else_fits():
     """The faster of two sizes if both do; never over, by an independent tracker."""
     config, batch_size = replace(WIDE, n_layers=11), 24
     plan = planner(config)
-    least = min(way.peak for way in candidates(plan, batch_size))
+    least = min(way.peak for way in rank_candidate_steps(plan, batch_size))
     faster, slower = (plan.step(batch_size, recompute=way) for way in nested_policies(11))
     assert faster.peak < least and slower.peak < least
     assert faster.seconds(CARD) < slower.seconds(CARD)
-    assert "nested" not in pick_recompute(plan, batch_size, least).config.recompute
-    taken = pick_recompute(plan, batch_size, faster.peak)
+    assert "nested" not in pick_fastest_fitting_step(plan, batch_size, least).config.recompute
+    taken = pick_fastest_fitting_step(plan, batch_size, faster.peak)
     assert taken.config == faster.config
     assert measured_peak(taken.config, batch_size) <= faster.peak
-    nothing = pick_recompute(plan, batch_size, min(faster.peak, slower.peak) - 1)
+    nothing = pick_fastest_fitting_step(plan, batch_size, min(faster.peak, slower.peak) - 1)
     assert nothing.peak == min(faster.peak, slower.peak)
 
 
@@ -73,7 +73,11 @@ def test_what_keeps_attentions_result_is_not_offered_where_there_is_none():
     plan = planner(WIDE, device_type="mps")
     assert plan.step(24, recompute="full").kept == plan.step(24, recompute="sdpa").kept
     assert {*UNIFORM_POLICIES} - {*uniform_policies(plan)} == {"sdpa", "selective"}
-    names = {name for way in candidates(plan, 24) for name in recompute_plan(way.config).policies}
+    names = {
+        name
+        for way in rank_candidate_steps(plan, 24)
+        for name in parse_config_recompute(way.config).policies
+    }
     assert not names & {"sdpa", "selective"}
 
 
@@ -81,7 +85,7 @@ def test_all_names_are_all():
     """By what they say of each block."""
     n, found = (
         len(RECOMPUTE_POLICIES),
-        [parse_recompute_plan(name, 4)[:2] for name in policy_strings(4)],
+        [parse_recompute_plan(name, 4)[:2] for name in enumerate_policy_strings(4)],
     )
     one_or_two, in_groups = n + 3 * (n - 1) ** 2, n
     assert len(found) == len(set(found)) == one_or_two + in_groups

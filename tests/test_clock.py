@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner import CARDS, Card, roofline, this_machine, timeline
 from planner.op_recorder import OpRecorder
-from planner.roofline import seconds_per_op
+from planner.roofline import seconds_of_each_op
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ def work_of(run, *shapes, dtype=torch.float32) -> np.recarray:
         tensors = [torch.empty(shape, dtype=dtype) for shape in shapes]
         with OpRecorder() as log:
             for tensor in tensors:
-                log.add(tensor)
+                log.add_storage(tensor)
             run(*tensors)
     return timeline.op_work_table(log.ops)
 
@@ -37,7 +37,7 @@ def totals(work: np.recarray) -> tuple[float, float]:
 
 
 def seconds(work: np.recarray, card: Card) -> float:
-    return float(seconds_per_op(work, card).sum())
+    return float(seconds_of_each_op(work, card).sum())
 
 
 def attend(q, k, v):
@@ -104,7 +104,7 @@ def test_a_roofline_by_hand():
     thousand = work_of(torch.mm, *square)
     in_bfloat16 = work_of(torch.mm, *square, dtype=torch.bfloat16)
     speeds = ((1e6, 2e6), (3e6, 4e6), (5e6, 6e6))  # of attention and its backward, if measured
-    measured = replace(SIMPLE, launch_s=0, attention=speeds)
+    measured = replace(SIMPLE, launch_s=0, attention_flops_per_s=speeds)
     backward = work_of(attend_backward, *[HEADS] * 4, HEADS[:3], dtype=torch.bfloat16)
     microseconds = [
         # 3 x 4 MB at 1 GB/s, which takes longer than 2 GFLOP at 1 TFLOP/s
@@ -131,7 +131,7 @@ def test_a_roofline_by_hand():
 
 def test_this_machine_is_measured_and_what_that_took_is_given_back(monkeypatch):
     """Else it would be missing in what is free, and be the peak of the run."""
-    monkeypatch.setattr(roofline, "time_of", lambda run: run() is None or 1e-3)
+    monkeypatch.setattr(roofline, "measure_seconds", lambda run: run() is None or 1e-3)
     card = this_machine(seq_len=16, head_size=8)
     assert card.flops[0] == 2 * 1024**3 / 1e-3
     assert card.bytes_per_s == 2 * 2**26 / 1e-3 and card.launch_s == 1e-3

@@ -36,15 +36,15 @@ from data import (
     Tokenizer,
     TrainBatches,
     ValBatches,
-    find_dataset,
+    load_dataset,
 )
 from data import documents as documents_module
 from data.batches import hash_ids
-from data.documents import read_text
+from data.documents import iter_text_chunks
 from data.files import find_files
 from data.tokenizer import (
     GPT2_PATTERN,
-    ToyTokenizer,
+    NumberTokenizer,
     format_ranks,
     load_tokenizer,
     train_bpe,
@@ -59,7 +59,7 @@ EOT = 256  # of the byte tokenizer, whose ids are otherwise the bytes themselves
 def load(cache: Path, *paths: Path | str, val: list[str] | None = None, **options) -> Dataset:
     options = {"tokenizer_name": "byte", "say": lambda line: None} | options
     names = [str(path) for path in paths] or None
-    return find_dataset(names, val, cache_dir=cache, **options)
+    return load_dataset(names, val, cache_dir=cache, **options)
 
 
 def ids(files: Iterable[TokenFile]) -> list[int]:
@@ -146,7 +146,7 @@ def test_chunks_have_the_words_of_the_whole(patterns, tmp_path_factory, groups, 
     path = tmp_path_factory.getbasetemp() / "chunks.txt"
     path.write_bytes(text.encode())
     with patch.object(documents_module, "CHUNK", size):
-        parts = list(read_text(path, 0, path.stat().st_size))
+        parts = list(iter_text_chunks(path, 0, path.stat().st_size))
     assert "".join(parts) == text and len(parts) >= len(text) / size
     for pattern in patterns:
         words = [word for part in parts for word in regex.findall(pattern, part)]
@@ -180,7 +180,7 @@ def test_every_byte_in_the_split_of_the_rule(tmp_path_factory, documents, ratio,
             (folder / f"{i:02}.txt").write_bytes(mark + document)
     with patch.object(documents_module, "CHUNK", 50):
         data = load(folder / "cache", folder, val_ratio=ratio)
-    train, val = texts(data.train), texts(data.val)
+    train, val = texts(data.train_files), texts(data.val_files)
     if n * ratio >= 1:  # every 1 / ratio-th
         turns = [int((i + 1) * ratio) > int(i * ratio) for i in range(n)]
         assert val == [whole for whole, turn in zip(wholes, turns, strict=True) if turn]
@@ -213,8 +213,11 @@ def test_token_files_are_read_in_place(cache, tmp_path, name, dtype, content) ->
         tokens = np.random.default_rng(0).integers(0, 257, n).astype(dtype)
         (tmp_path / name).write_bytes(content(tokens))
         data, cut = load(cache, tmp_path / name), n - max(1, n // 10)
-        assert ids(data.train) == tokens[:cut].tolist() and ids(data.val) == tokens[cut:].tolist()
-        assert {file.path for file in data.train + data.val} == {tmp_path / name}
+        assert (
+            ids(data.train_files) == tokens[:cut].tolist()
+            and ids(data.val_files) == tokens[cut:].tolist()
+        )
+        assert {file.path for file in data.train_files + data.val_files} == {tmp_path / name}
     assert not cache.exists()
 
 
@@ -222,11 +225,15 @@ def test_token_files_named_val_validate_and_a_tail_spans_files(cache) -> None:
     for name, first in (("fineweb_train_1", 0), ("fineweb_train_2", 50), ("fineweb_val_0", 100)):
         np.arange(first, first + 50, dtype=np.uint16).tofile(f"{name}.bin")
     data = load(cache, ".")
-    assert ids(data.train) == list(range(100)) and ids(data.val) == list(range(100, 150))
+    assert ids(data.train_files) == list(range(100)) and ids(data.val_files) == list(
+        range(100, 150)
+    )
     os.rename("fineweb_val_0.bin", "fineweb_train_3.bin")
     for n in (75, 10):
         data = load(cache, "*.bin", val_ratio=0.5, max_tokens=None if n == 75 else n)
-        assert ids(data.train) == list(range(n)) and ids(data.val) == list(range(75, 75 + n))
+        assert ids(data.train_files) == list(range(n)) and ids(data.val_files) == list(
+            range(75, 75 + n)
+        )
 
 
 def test_val_data_leaves_all_of_train_data_on_which_alone_bpe_is_trained(cache) -> None:
@@ -248,7 +255,7 @@ def test_toy_data_can_be_learned_down_to_ln_4(cache, vocab_size: int) -> None:
     """Each id has four successors, which are as frequent as each other."""
     options = {"use_toy_data": True, "vocab_size": vocab_size, "tokenizer_name": None}
     data = load(cache, max_tokens=60_000, **options)
-    walk = np.array(ids(data.train) + ids(data.val))
+    walk = np.array(ids(data.train_files) + ids(data.val_files))
     assert len(walk) == 120_000 and walk.max() < vocab_size == data.tokenizer.vocab_size
     pairs, counts = np.unique(np.stack([walk[:-1], walk[1:]]), axis=1, return_counts=True)
     assert np.unique(pairs[0], return_counts=True)[1].max() == 4
@@ -260,7 +267,7 @@ def test_the_built_in_corpus_is_python_source(cache, monkeypatch) -> None:
     data = load(cache, tokenizer_name=None, vocab_size=260, max_tokens=100_000)
     assert data.tokenizer.name == "bpe" and data.tokenizer.vocab_size == 260
     assert re.search(r"standard library: \d{3} documents, \d.\d\d MB; 100,000 ", data.description)
-    assert "def " in data.tokenizer.decode(ids(data.train)[:50_000])
+    assert "def " in data.tokenizer.decode(ids(data.train_files)[:50_000])
 
 
 # ---- The cache
@@ -297,7 +304,7 @@ def never(*args: Any) -> None:
 def read(data: Dataset) -> list[str]:
     """The text of each part, which must be one document, as its tokenizer has it."""
     found = []
-    for part in (data.train, data.val):
+    for part in (data.train_files, data.val_files):
         found.append(data.tokenizer.decode(ids(part)[1:]))
         assert ids(part) == [data.tokenizer.eot_id, *data.tokenizer.encode(found[-1]).tolist()]
     return found
@@ -403,7 +410,7 @@ CHILD = """
 import os, signal, sys, time
 sys.path.insert(0, os.getcwd())
 from pathlib import Path
-from data import Tokenizer, find_dataset
+from data import Tokenizer, load_dataset
 real, fate = Tokenizer.encode, sys.argv[3]
 def encode(self, text):
     time.sleep(0.5)  # the others come meanwhile
@@ -411,7 +418,7 @@ def encode(self, text):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(self, text)
 Tokenizer.encode = encode
-data = find_dataset([sys.argv[1]], None, tokenizer_name="bpe", cache_dir=Path(sys.argv[2]))
+data = load_dataset([sys.argv[1]], None, tokenizer_name="bpe", cache_dir=Path(sys.argv[2]))
 print("made", data.fingerprint, data.tokenizer.fingerprint, flush=True)
 """
 
@@ -487,8 +494,8 @@ def test_batches_are_those_of_a_plain_sampler(tmp_path_factory, lengths, B, T, s
 
 def test_the_fingerprint_is_of_the_tokens_and_of_where_files_end(tmp_path, monkeypatch) -> None:
     """Not of headers; by a rule that stays, as a run that goes on compares it."""
-    monkeypatch.setattr("data.batches.SCAN", 3)  # so many tokens are read at a time
+    monkeypatch.setattr("data.batches.CHUNK_TOKENS", 3)  # so many tokens are read at a time
     files = numbered(tmp_path, [5, 7])
     parts = [(file.dtype, np.array(ids([file]), file.dtype)) for file in files]
     content = b"".join(f"{dtype} {len(i)} ".encode() + i.tobytes() for dtype, i in parts)
-    assert hash_ids(files, ToyTokenizer(12)) == hashlib.sha256(content).hexdigest()
+    assert hash_ids(files, NumberTokenizer(12)) == hashlib.sha256(content).hexdigest()

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from data import DataError, Tokenizer
 from data import tokenizer as module
-from data.tokenizer import GPT2_PATTERN, ToyTokenizer, format_ranks, load_tokenizer, train_bpe
-from data.tokenizer_json import from_json, list_merges, read_folder, to_json
+from data.tokenizer import GPT2_PATTERN, NumberTokenizer, format_ranks, load_tokenizer, train_bpe
+from data.tokenizer_json import from_json, list_spelled_merges, read_folder, to_json
 
 LIBRARY = sorted(Path(json.__file__).parent.parent.glob("*.py"))
 TEXT = "".join(path.read_text(encoding="utf-8", errors="replace") for path in LIBRARY[:40])
@@ -117,7 +117,7 @@ def test_odd_text_and_odd_ids_do_not_raise(bpe: Tokenizer) -> None:
 
 
 def test_state_survives_a_snapshot_a_file_and_a_folder(kinds, bpe, tmp_path) -> None:
-    for tokenizer in (*kinds.values(), ToyTokenizer(50257)):
+    for tokenizer in (*kinds.values(), NumberTokenizer(50257)):
         torch.save(tokenizer.state(), tmp_path / "state.pt")
         again = Tokenizer.from_state(torch.load(tmp_path / "state.pt", weights_only=True))
         sample = "7 42 3" if again.name == "toy" else TEXT[:9000] + HARD
@@ -126,7 +126,7 @@ def test_state_survives_a_snapshot_a_file_and_a_folder(kinds, bpe, tmp_path) -> 
     (tmp_path / "own.tiktoken").write_text(format_ranks(bpe.ranks))
     assert load_tokenizer(f"{tmp_path}/own.tiktoken").ranks == bpe.ranks
     # vocab.json and merges.txt, the two files of older folders, say the same.
-    merges = (" ".join(pair) for pair in list_merges(bpe))
+    merges = (" ".join(pair) for pair in list_spelled_merges(bpe))
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), "utf-8")
     (tmp_path / "vocab.json").write_text(json.dumps(to_json(bpe)["model"]["vocab"]), "utf-8")
     assert read_folder(tmp_path).fingerprint == bpe.fingerprint != BYTE.fingerprint
@@ -135,8 +135,8 @@ def test_state_survives_a_snapshot_a_file_and_a_folder(kinds, bpe, tmp_path) -> 
 @row("no network, or")
 @pytest.mark.parametrize("network", ["refuses", "drops packets"])
 def test_gpt2_that_cannot_be_had_is_one_line(monkeypatch, tmp_path, network: str) -> None:
-    monkeypatch.setattr(module, "_installed_gpt2", lambda: None)
-    monkeypatch.setattr(module, "SILENCE", 0.2)
+    monkeypatch.setattr(module, "_installed_gpt2_ranks", lambda: None)
+    monkeypatch.setattr(module, "DOWNLOAD_TIMEOUT_SECONDS", 0.2)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes calls, and says nothing
         port = 9 if network == "refuses" else silent.getsockname()[1]

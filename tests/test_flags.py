@@ -8,7 +8,7 @@ from cases.shapes import CONFIG
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from memory import RECOMPUTE_POLICIES, recompute_plan
+from memory import RECOMPUTE_POLICIES, parse_config_recompute
 from memory.policies import format_recompute_plan, parse_recompute_plan
 from planner.formulas import count_parameters
 from trainer.flags import (
@@ -16,7 +16,7 @@ from trainer.flags import (
     build_parser,
     model_config,
     resolve_defaults,
-    resolve_num_steps,
+    set_num_steps,
 )
 
 
@@ -131,7 +131,7 @@ def test_in_steps(flags, processes, steps, warm_up):
     args = resolve_defaults(parse(f"{BATCH} {flags}"), processes)
     if args.num_epochs is None:  # then nothing has to wait for the data
         assert (args.num_steps, args.warmup_steps) == (steps, warm_up)
-    resolve_num_steps(args, processes, windows=110)
+    set_num_steps(args, processes, windows=110)
     assert (args.num_steps, args.warmup_steps) == (steps, warm_up)
 
 
@@ -161,8 +161,8 @@ def test_what_is_written_says_the_same_and_is_the_shortest(text, n_layers):
     with pytest.raises(ValueError, match="no policy string"):  # a third policy between two
         format_recompute_plan(found._replace(policies=("mlp", "cheap", "mlp")))
     config = replace(CONFIG, n_layers=n_layers, recompute=text)
-    assert config.recompute == written and recompute_plan(config) == found
-    assert sum(blocks for _, blocks in found.checkpoint_groups) == n_layers
+    assert config.recompute == written and parse_config_recompute(config) == found
+    assert sum(blocks for _, blocks in found.policies_by_group) == n_layers
     typed = resolve_defaults(parse(f"--use-activation-checkpoint {text} --n-layers={n_layers}"))
     assert model_config(typed, 97).recompute == written
 

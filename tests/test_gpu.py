@@ -26,8 +26,8 @@ from planner import Planner
 from scripts.benchmark import make_run, timed_step
 from studies import gpu
 from studies.gpu import Bench, shortage
-from trainer.device import choose_precision, for_tensors
-from trainer.plan import PlanRequest, next_smaller_step
+from trainer.device import choose_precision, without_margin
+from trainer.plan import PlanRequest, step_with_deeper_recompute
 from trainer.run import Run
 
 ON_GPU = torch.cuda.is_available()
@@ -151,7 +151,7 @@ def test_what_fits_runs_and_what_does_not_says_the_way_out(
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
         request.addfinalizer(lambda: torch.cuda.set_per_process_memory_fraction(1.0))
-    fits = planner.largest_batch(for_tensors(limit, DEVICE.type), 1, recompute=policy)
+    fits = planner.largest_batch(without_margin(limit, DEVICE.type), 1, recompute=policy)
     flags = f"--batch-size={fits}", f"--use-activation-checkpoint={policy}"
     assert fits > 0 and train_on_it(path, *flags) == 0
     if not ON_GPU:
@@ -190,7 +190,7 @@ def test_offload_is_the_last_way_out():
     """Of a GPU, which need not be there to be planned for."""
     args, ways = Bench(dry=True).args("--n-layers 4 --seq-len 256 --batch-size 8"), ["none"]
     question = PlanRequest(args, args.vocab_size, torch.device("cuda"), torch.bfloat16)
-    while step := next_smaller_step(question, ways[-1]):
+    while step := step_with_deeper_recompute(question, ways[-1]):
         ways.append(step.config.recompute)
     assert len(ways) > 2 and [way for way in ways if "offload" in way] == ways[-1:]
 
@@ -200,7 +200,7 @@ def test_offload_is_the_last_way_out():
 def test_python_does_not_wait_in_a_step(flags, tmp_path):
     run, file = after(2, flags), tmp_path / "ids.npy"
     np.save(file, np.arange(50 * run.args.seq_len, dtype=np.uint16) % 64)
-    run.train_batches = TrainBatches([TokenFile.open(file)], 2, run.args.seq_len, 0, DEVICE)
+    run.train_batches = TrainBatches([TokenFile.from_path(file)], 2, run.args.seq_len, 0, DEVICE)
     timed_step(run)  # from a file, as in a true run
     run.step += 1
     with warnings.catch_warnings(record=True) as caught:

@@ -10,7 +10,13 @@ from harness.answers import parse, room_for
 from planner import CARDS
 from planner.cards import choose_card
 from trainer.flags import model_config, with_flags
-from trainer.plan import POLICY, PlanRequest, PredictedOutOfMemory, plan_memory, suggest_change
+from trainer.plan import (
+    POLICY_FLAG,
+    PlanRequest,
+    PredictedOutOfMemory,
+    describe_suggested_change,
+    plan_memory,
+)
 from trainer.process import OneProcess
 
 SHAPE = (
@@ -42,7 +48,7 @@ def test_it_is_told_what_costs_least(flags, device, less, wanted):
     """Of what is not so yet. `smaller_step`: the policy that is predicted to need less."""
     step = SimpleNamespace(config=SimpleNamespace(recompute=less)) if less else None
     args = parse(flags)
-    said = suggest_change(args, device, args.use_activation_checkpoint, step)
+    said = describe_suggested_change(args, device, args.use_activation_checkpoint, step)
     assert said.startswith(f"{wanted} (" if wanted else "what changes the training: ")
 
 
@@ -56,14 +62,18 @@ def test_what_it_says_fits_and_nothing_cheaper_does():
     for share in (0.9, 0.3, 0.1, 0.01):
         budget = plain.state_bytes + share * (plain.step.peak - plain.state_bytes)
         asked = replace(plain, memory_budget=room_for(budget))
-        said, knob = asked.fitting_change()
+        said, knob = asked.advice_and_change()
         if knob is None:
-            assert asked.pick_recompute().peak > budget and "; " not in said and "--seq-len" in said
+            assert (
+                asked.step_with_best_policy().peak > budget
+                and "; " not in said
+                and "--seq-len" in said
+            )
             continue
         step = asked.with_args(with_flags(args, **knob.flags)).step
         assert step.peak <= asked.usable_bytes and said.startswith(f"{knob.command} fits (")
-        assert (asked.pick_fitting() is None) == (knob.flags.keys() != {POLICY})
-        known.append(sorted(knob.flags.keys() - {POLICY, "grad_accum_steps"}))
+        assert (asked.fastest_fitting_step() is None) == (knob.flags.keys() != {POLICY_FLAG})
+        known.append(sorted(knob.flags.keys() - {POLICY_FLAG, "grad_accum_steps"}))
     assert known == [[], [], ["batch_size"]]
 
 
@@ -143,7 +153,7 @@ def test_all_processes_go_by_the_clock_of_the_first(machine, monkeypatch):
     machine(GIB, GIB)
     monkeypatch.setattr("planner.cards.this_machine", lambda *what: pytest.fail("measured"))
     monkeypatch.setattr(
-        OneProcess, "run_on_rank0", lambda self, act: None
+        OneProcess, "run_on_rank0_only", lambda self, act: None
     )  # not for this one to do
     monkeypatch.setattr(OneProcess, "run_on_all_ranks", lambda self, act: act())
     monkeypatch.setattr(

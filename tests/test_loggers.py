@@ -9,7 +9,7 @@ import pytest
 from harness.faults import broken
 from harness.runs import FAULTS, metrics, older_runs, snapshot, torchrun, train, train_here
 
-from trainer.metrics import LOGGERS, NEEDS
+from trainer.metrics import LOGGER_MODULES, LOGGER_OPENERS
 from trainer.snapshot import sibling_path
 
 TENSORBOARD = "--log-to=tensorboard"
@@ -58,10 +58,10 @@ def test_tensorboard_shows_what_the_log_has(path, tmp_path, capsys):
     assert scalars(old) == curves
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", LOGGER_MODULES)
 def test_a_package_that_is_missing(name, tmp_path, monkeypatch, capsys):
     path = tmp_path / "new" / "run.pt"
-    monkeypatch.setitem(sys.modules, NEEDS[name], None)  # as if it were not there
+    monkeypatch.setitem(sys.modules, LOGGER_MODULES[name], None)  # as if it were not there
     assert train_here(path, f"--log-to={name}") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: --log-to {name}: ") and f"pip install {name}," in line
@@ -81,7 +81,7 @@ def test_a_failure_is_told_once(where, got, path, monkeypatch, capsys):
         come_to(step)
         written.append(numbers)
 
-    monkeypatch.setitem(LOGGERS, "tensorboard", lambda *about: come_to(0) or log)
+    monkeypatch.setitem(LOGGER_OPENERS, "tensorboard", lambda *about: come_to(0) or log)
     assert train_here(path, TENSORBOARD, "--num-steps=4") == 0
     said = capsys.readouterr().out
     line = "warning  --log-to tensorboard ended (OSError: no route to host); metrics.jsonl goes on"

@@ -13,9 +13,9 @@ from test_model import random_ids
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from memory import POLICIES, recompute_plan
+from memory import POLICIES, parse_config_recompute
 from model import MiniGPT, MiniGPTConfig
-from planner.formulas import closed_form, flops_per_token, state_bytes
+from planner.formulas import closed_form_bytes, flops_per_token, state_bytes
 from planner.operators import cublas_workspace_bytes
 from planner.timeline import KINDS
 from trainer.optimizer import make_optimizer
@@ -56,7 +56,7 @@ OPTIMIZERS = [  # (... precision, mode, elements that the optimizer copies at a 
 def test_predicted_peak_is_that_of_a_real_step(config, batch_size, precision, accumulate):
     seq_len = config.max_position_embeddings
     measured = measured_peak(config, batch_size, precision, accumulate, seq_len=seq_len)
-    plan = planner(config, precision, accumulate=accumulate > 1, seq_len=seq_len)
+    plan = planner(config, precision, accumulates_gradients=accumulate > 1, seq_len=seq_len)
     assert plan.step(batch_size).peak == pytest.approx(measured, rel=0.003)
 
 
@@ -70,7 +70,7 @@ def maker(mode: tuple[str, str], precision: str = "fp32"):
 def test_an_optimizers_peak_is_that_of_a_real_step(
     config, batch_size, precision, mode, at_a_time, monkeypatch
 ):
-    monkeypatch.setattr("trainer.optimizer.AT_A_TIME", at_a_time)
+    monkeypatch.setattr("trainer.optimizer.UPDATE_CHUNK_ELEMENTS", at_a_time)
     how = {"make_optimizer": maker(mode, precision), "seq_len": config.max_position_embeddings}
     measured = measured_peak(config, batch_size, precision, **how)
     step = planner(config, precision, **how).step(batch_size)
@@ -85,7 +85,7 @@ def test_ddp_takes_what_is_predicted(accumulate, tmp_path):
         measured = measured_peak(CONFIG, 16, accumulate=accumulate, by_ours=True, ddp=True)
     finally:
         dist.destroy_process_group()
-    predicted = planner(ddp=True, accumulate=accumulate > 1).step(16).peak
+    predicted = planner(ddp=True, accumulates_gradients=accumulate > 1).step(16).peak
     assert predicted == pytest.approx(measured, rel=0.003)
 
 
@@ -173,7 +173,7 @@ def test_closed_form_equals_the_simulation(config, precision, dropout, mode):
     how = mode[0], getattr(torch, mode[1])
     for memory in [*MEMORY[:-2], MEMORY[-1], *MIXES[:-1]]:  # offload changes where, not what
         step = plan.step(5, **memory)
-        form = closed_form(step.config, 5, T, PRECISIONS[precision], *how)
+        form = closed_form_bytes(step.config, 5, T, PRECISIONS[precision], *how)
         kinds = dict(zip(KINDS, step.timeline.T, strict=True))
         begin, end = step.phase_slice("forward").start, step.phase_slice("optimizer").start
         assert (kinds["recomputed"].max() > 0) == (step.config.recompute != "none")
@@ -204,9 +204,12 @@ def test_flops_equal_those_that_torch_counts(memory, dropout):
         model(ids, ids).backward()
     needed, replayed = (2 * T * flops for flops in flops_per_token(config, T))
     attention = 2 * T * 2 * T * config.d_model  # of one block: needed thrice, replayed once
-    policies, calls = recompute_plan(config).policies, recompute_plan(config).checkpoint_groups
-    again = sum("attention" in POLICIES[policy].recomputed_ops.split() for policy in policies)
-    again += sum(size - 1 for _, size in calls if recompute_plan(config).nested)
+    policies, calls = (
+        parse_config_recompute(config).policies,
+        parse_config_recompute(config).policies_by_group,
+    )
+    again = sum("attention" in POLICIES[policy].recomputed_layers.split() for policy in policies)
+    again += sum(size - 1 for _, size in calls if parse_config_recompute(config).nested)
     expected = needed + replayed - attention * (3 * config.n_layers + again)
     # Nor a product that adds in place to what is there: the head's weight gradient.
     expected -= 2 * 2 * T * config.vocab_size * config.d_model
@@ -219,7 +222,7 @@ def test_flops_equal_those_that_torch_counts(memory, dropout):
     assert found.pop("aten.bmm", 0) == square * (dropout > 0)
     assert sum(found.values()) == expected
     if not dropout:  # (attention's backward computes the scores again)
-        work = planner(config, seq_len=T).step(2).work
+        work = planner(config, seq_len=T).step(2).op_work
         assert work.flops @ work.times == needed + replayed + attention * config.n_layers / 2
 
 
@@ -236,8 +239,8 @@ OFFLOAD, GPU = {"recompute": "mlp+offload"}, {"device_type": "cuda"}
         (0, {}, {}, 1, 2**23, None),
         (1, FULL, {}, 12, 2**22, None),
         (1, FULL, {}, 12, 2**23, None),
-        (0, FULL, {"shard_degree": 2, "accumulate": True}, 8, 2**22, None),
-        (0, FULL, {"shard_degree": 2, "accumulate": True}, 8, 2**23, None),
+        (0, FULL, {"shard_degree": 2, "accumulates_gradients": True}, 8, 2**22, None),
+        (0, FULL, {"shard_degree": 2, "accumulates_gradients": True}, 8, 2**23, None),
         # A batch of one has no tensor that is large enough to move.
         (4, {"recompute": "full+offload"}, GPU, 1, 2**25, None),
         # Where a CPU is the device, blocks are in the peak; beside a GPU they have their own room.

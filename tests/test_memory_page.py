@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from planner.choose import pick_recompute
-from planner.record import StepRecord, code_of, group_of
+from planner.choose import pick_fastest_fitting_step
+from planner.record import StepRecord, group_key, read_source_line
 from scripts import memory_page
 from scripts.style import COLORS, LEGEND, POLICIES
 
@@ -39,7 +39,9 @@ class Made:
 
     def verdict(self, budget: float) -> str:
         """How the page's verdict begins: with what `auto` takes."""
-        step = pick_recompute(self.asked.planner, self.asked.args.batch_size, int(budget))
+        step = pick_fastest_fitting_step(
+            self.asked.planner, self.asked.args.batch_size, int(budget)
+        )
         fits = step.peak <= budget
         return f"cheapest that fits: {step.config.recompute} (" if fits else "nothing fits"
 
@@ -99,14 +101,14 @@ def frame(page) -> dict[str, float]:
 
 def begins(record: StepRecord) -> np.ndarray:
     """(operators + 1,) where each stands on the axis."""
-    return np.interp(np.arange(len(record.operators) + 1), *memory_page.along_flops(record))
+    return np.interp(np.arange(len(record.operator_names) + 1), *memory_page.along_flops(record))
 
 
 def grouped(record: StepRecord, at: int) -> dict[tuple[str, str], list[int]]:
     """(kind, name but for the block) -> the bytes of each that is alive, the largest first."""
     found = defaultdict(list)
     for storage in record.alive(at):
-        found[LEGEND[storage.kind], group_of(storage)[0]].append(storage.nbytes)
+        found[LEGEND[storage.kind], group_key(storage)[0]].append(storage.nbytes)
     return {name: sorted(sizes, reverse=True) for name, sizes in found.items()}
 
 
@@ -127,7 +129,7 @@ def test_the_page_reads_the_steps_as_they_were(page, made):
     )
     assert [step["name"] for step in said] == [*made.records]
     for step, record in zip(said, made.records.values(), strict=True):
-        total = record.step.total
+        total = record.step_memory.total
         assert step["total"] == total.tolist() and step["peakAt"] == total.argmax()
         assert step["x"] == pytest.approx(begins(record), rel=1e-6, abs=1e-9)
         for storage, words in zip(record.storages, step["storages"], strict=True):
@@ -141,7 +143,7 @@ def test_the_page_reads_the_steps_as_they_were(page, made):
                 "dtype": str(storage.dtype).removeprefix("torch."),
                 "block": -1 if storage.block is None else storage.block,
                 "where": storage.line,
-                "code": code_of(storage.line),
+                "code": read_source_line(storage.line),
                 "born": storage.born,
             }
             assert (f"(operator {storage.born:,})" in comes) == (storage.born > 0)
@@ -162,7 +164,7 @@ def test_policies(page, made):
     checked = page.locator("[role=radio][aria-checked=true]")
     for name, record in made.records.items():
         choose(page, name)
-        size, where = f"{record.step.peak / 2**20:.1f} MiB", record.step.peak_location
+        size, where = f"{record.step_memory.peak / 2**20:.1f} MiB", record.step_memory.peak_location
         label = page.locator("#chart").get_attribute("aria-label")
         assert size in label and where in label and size in checked.inner_text()
     press(page, "2")
@@ -184,7 +186,7 @@ def test_the_picture_has_the_kinds_heights(page, made):
     }"""
     )
     rgb = np.array(pixels).reshape(-1, 4)[:, :3]
-    for kind, size in made.records["none"].step.at_peak.items():
+    for kind, size in made.records["none"].step_memory.at_peak.items():
         wanted = [int(COLORS[kind][i : i + 2], 16) for i in (1, 3, 5)]
         found = (abs(rgb - wanted).max(axis=1) < 12).sum() / len(rgb) * (high - low)
         # (Lines between storages have another colour.)
@@ -210,7 +212,7 @@ def test_the_list_of_what_is_alive(page, made):
     """By a click on one of them, in full, and of one group."""
     choose(page, "none")
     record = made.records["none"]
-    at = record.step.phase_slice("backward").start
+    at = record.step_memory.phase_slice("backward").start
     alive = sorted(record.alive(at), key=lambda storage: [*COLORS].index(storage.kind))
     tops = np.cumsum([storage.nbytes for storage in alive])
     i = max(range(1, len(alive)), key=lambda i: alive[i].nbytes * (alive[i].kind == "activations"))
@@ -221,7 +223,7 @@ def test_the_list_of_what_is_alive(page, made):
     at = page.evaluate("pinned.at")
     alive, expected, clicked = record.alive(at), grouped(record, at), alive[i]
     assert details(page)["name"] == clicked.name and clicked in alive
-    about = f"{record.step.total[at]:,} bytes in {len(alive):,} storages"
+    about = f"{record.step_memory.total[at]:,} bytes in {len(alive):,} storages"
     assert about in text(page, "alive-about")
     page.locator("#more").click()
     sizes_of = "rows => rows.map((row) => Number(row.dataset.bytes))"
@@ -235,12 +237,12 @@ def test_the_list_of_what_is_alive(page, made):
 
 @browser
 def test_budget(page, made):
-    peaks = sorted(record.step.peak for record in made.records.values())
+    peaks = sorted(record.step_memory.peak for record in made.records.values())
     for budget in (peaks[0] - 2**15, *(peaks[i] + 2**14 for i in (0, 4, -1))):
         page.locator("#budget").fill(str(budget / 2**20))
         assert text(page, "verdict").startswith(made.verdict(budget))
         said = [words.split("\n")[-1] for words in page.get_by_role("radio").all_inner_texts()]
-        fits = [record.step.peak <= budget for record in made.records.values()]
+        fits = [record.step_memory.peak <= budget for record in made.records.values()]
         assert said == [("fits" if fit else "does not fit") for fit in fits]
 
 
@@ -248,7 +250,7 @@ def test_budget(page, made):
 def test_keys(page, made):
     choose(page, "full")
     record = made.records["full"]
-    at = int(record.step.total.argmax())
+    at = int(record.step_memory.total.argmax())
     press(page, "p", "ArrowRight")
     alive = sorted(record.alive(at + 1), key=lambda s: [*COLORS].index(s.kind))
     page.evaluate("chart.cursor.storage = -1")
@@ -259,7 +261,9 @@ def test_keys(page, made):
     pinned, now, width = page.evaluate(
         "[pinned.at, chart.cursor.at, (chart.view[1] - chart.view[0]) / chart.longest]"
     )
-    assert (pinned, now) == (at + 1, len(record.operators) - 1) and width == pytest.approx(1 / 2)
+    assert (pinned, now) == (at + 1, len(record.operator_names) - 1) and width == pytest.approx(
+        1 / 2
+    )
 
 
 @browser
@@ -268,7 +272,7 @@ def test_zoom(page, made):
     choose(page, "full")
     page.get_by_role("button", name="backward").click()
     left, right = page.evaluate("chart.view")
-    part, edges = record.step.phase_slice("backward"), begins(record)
+    part, edges = record.step_memory.phase_slice("backward"), begins(record)
     assert left < edges[part.start] and edges[part.stop] < right
     assert right - left < 1.1 * (edges[part.stop] - edges[part.start])
     page.get_by_role("button", name="hide weights and moments").click()
@@ -301,10 +305,14 @@ def test_along_flops(made):
     C, F, T, V = 64, 256, 64, 512
     block = 2 * (4 * C * C + 2 * C * F) + 2 * T * C
     needed = 3 * (4 * block + 2 * V * C)
-    at = next(begin for begin, phase, i in record.step.places if (phase, i) == ("forward", 2))
+    at = next(
+        begin for begin, phase, i in record.step_memory.phase_marks if (phase, i) == ("forward", 2)
+    )
     width = x[starts.index(at) + 1] - x[starts.index(at)]
     assert width == pytest.approx(block / needed)
-    assert record.step.places[-1][1] == "optimizer" and x[-1] - x[-2] == pytest.approx(1 / 50)
+    assert record.step_memory.phase_marks[-1][1] == "optimizer" and x[-1] - x[-2] == pytest.approx(
+        1 / 50
+    )
 
 
 @pytest.mark.parametrize(

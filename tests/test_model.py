@@ -13,7 +13,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from harness.runs import ROOT, run
 
-from model import MiniGPT, MiniGPTConfig, sample
+from model import MiniGPT, MiniGPTConfig, sample_next_ids
 from trainer.device import compile_blocks
 
 TINY = dict(vocab_size=61, max_position_embeddings=16, n_layers=2, n_heads=2, d_model=32, d_ff=64)
@@ -143,8 +143,10 @@ def test_the_edges_of_top_p_and_of_the_temperature():
     """(All else of sampling is below.)"""
     # The fewest whose sum is at least p: at 0.5 one of two equal ones is enough.
     for logits, top_p, n_drawn in (([0.0, 0.0], 0.5, 1), ([0.0, 0.0], 0.51, 2), ([0.0, 1.0], 0, 1)):
-        assert len(sample(torch.tensor([logits] * 99), 1.0, None, top_p).unique()) == n_drawn
-    assert sample(torch.tensor([[0.0, 1.0]]), 1e-7, None, None).tolist() == [[1]]
+        assert (
+            len(sample_next_ids(torch.tensor([logits] * 99), 1.0, None, top_p).unique()) == n_drawn
+        )
+    assert sample_next_ids(torch.tensor([[0.0, 1.0]]), 1e-7, None, None).tolist() == [[1]]
 
 
 # ---- The text that it writes
@@ -198,7 +200,7 @@ def test_the_same_text_as_by_full_forwards(how, n_prompt, batch_size):
     assert torch.equal(model.generate(prompt, 2 * LIMIT, **how), expected)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(1)
-    streamed = list(model.stream(prompt, 2 * LIMIT, **how))
+    streamed = list(model.stream_tokens(prompt, 2 * LIMIT, **how))
     assert {token.shape for token in streamed} == {(batch_size, 1)}
     assert torch.equal(torch.hstack([prompt, *streamed]), expected)
 

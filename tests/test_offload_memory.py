@@ -38,7 +38,7 @@ def test_predicted_peak_is_that_of_a_real_offloaded_step(policy, precision):
 @given(st.integers(2**10, 2**40))
 def test_blocks_are_few_powers_of_two_and_hardly_larger_in_all(size):
     """torch rounds up to powers of two: c10's CachingHostAllocator."""
-    blocks = offload.buffer_sizes(size)
+    blocks = offload.split_into_buffer_sizes(size)
     assert all(block.bit_count() == 1 for block in blocks) and len(blocks) <= 6
     assert size <= sum(blocks) <= size * 33 / 32
 
@@ -53,7 +53,7 @@ X = 8 * 32 * 16 * 4  # bytes of the residual stream: of four blocks, three are m
 def test_the_memory_of_a_cpu_is_part_of_the_room(monkeypatch, everything_travels):
     process, args = OneProcess(torch.device("cuda")), parse(f"{SHAPE} {FLAGS}")
     process.local_world_size = 3
-    monkeypatch.setattr("trainer.device.for_tensors", lambda room, device_type: int(room))
+    monkeypatch.setattr("trainer.device.without_margin", lambda room, device_type: int(room))
     monkeypatch.setattr("trainer.plan.choose_card", lambda args, device: None)
     for name in ("plan.total_memory", "device.free_memory"):
         monkeypatch.setattr(f"trainer.{name}", lambda d: 9 * X - 3 if d.type == "cpu" else 2**26)

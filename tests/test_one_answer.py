@@ -74,7 +74,7 @@ def ways_on_the_page(model: str) -> list:
     """Of which it needs steps alone, no record of each storage."""
 
     def record(planner, batch_size: int, **memory):
-        return SimpleNamespace(step=planner.step(batch_size, **memory))
+        return SimpleNamespace(step_memory=planner.step(batch_size, **memory))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Planner, "record", record)
@@ -121,7 +121,7 @@ def test_all_say_the_same(model, share, tmp_path, monkeypatch, request):
 
     if answer not in ("none", None):
         asked = replace(of_card(model, args), memory_budget=MemoryBudget(budget, "cuda"))
-        _, knob = asked.fitting_change()
+        _, knob = asked.advice_and_change()
         told = model_config(with_flags(args, **knob.flags), 4096).recompute
         assert told == of_plan_memory(f"{flags} {' '.join(to_argv(knob.flags))}", tmp_path)
         assert told == answer

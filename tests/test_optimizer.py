@@ -14,8 +14,8 @@ from trainer import optimizer as optimizer_file
 from trainer.optimizer import (
     LeanOptimizer,
     make_optimizer,
+    newton_schulz_multiplier,
     orthogonalize,
-    product_of_factors,
 )
 
 CPU, CUDA, MPS = map(torch.device, ("cpu", "cuda", "mps"))
@@ -89,10 +89,10 @@ def naive_muon(weight: Tensor, gradients: list[Tensor], rate: float, decay: floa
 def test_muon_is_that_of_the_papers(precision, digits, near, monkeypatch):
     """Stacks of at most 2 wide matrices; products that no digits are lost in, or bfloat16's. (The
     shorter way is not for those, nor for products in TF32, which have too few digits for it.)"""
-    short = Mock(wraps=product_of_factors)
-    monkeypatch.setattr(optimizer_file, "product_of_factors", short)
+    short = Mock(wraps=newton_schulz_multiplier)
+    monkeypatch.setattr(optimizer_file, "newton_schulz_multiplier", short)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: digits)
-    monkeypatch.setattr(optimizer_file, "AT_A_TIME", 2 * 20 * 60)
+    monkeypatch.setattr(optimizer_file, "UPDATE_CHUNK_ELEMENTS", 2 * 20 * 60)
     for name, (start, gradients, end) in learn(4, MUON, precision=precision)[0].items():
         if is_matrix(name, start):
             expected = naive_muon(start, gradients, 0.02, 0.1)
@@ -119,7 +119,7 @@ def naive_adamw(
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 @pytest.mark.parametrize("flags", [(MUON,), (SMALL,), (MUON, SMALL), ()], ids=" ".join)
 def test_adamw_rounds_what_it_stores_and_nothing_else(flags, device, at_a_time, monkeypatch):
-    monkeypatch.setattr(optimizer_file, "AT_A_TIME", at_a_time)
+    monkeypatch.setattr(optimizer_file, "UPDATE_CHUNK_ELEMENTS", at_a_time)
     dtype = BF16 if SMALL in flags else FP32
     found, optimizer = learn(5, *flags, device=device)
     for name, (start, gradients, end) in found.items():

@@ -142,7 +142,7 @@ def test_seeds_are_what_they_were():
 def test_evaluation_is_the_mean_over_all_tokens(tmp_path):
     """In batches of 5, 5 and 2 windows. (Dealt out to processes: test_torchrun.py.)"""
     run = start(tmp_path, "--batch-size=5", "--loss-chunks=4")
-    run.token_bytes = torch.arange(31) % 3  # toy data has no text: invent one
+    run.bytes_by_token_id = torch.arange(31) % 3  # toy data has no text: invent one
     ids, labels = oracle.shifted(rows_of(run.val_batches))
     loss = oracle.mean_loss(oracle.gpt_logits(run.model.state_dict(), ids, 2, 2), labels).item()
     n_bytes = sum(token % 3 for token in labels.flatten().tolist())
@@ -152,7 +152,7 @@ def test_evaluation_is_the_mean_over_all_tokens(tmp_path):
     assert found["val_loss"] == pytest.approx(loss, rel=1e-6)
     assert found["val_ppl"] == pytest.approx(math.exp(loss), rel=1e-6)
     assert found["val_bits_per_byte"] == pytest.approx(bits, rel=1e-6)
-    run.token_bytes = torch.zeros(31)
+    run.bytes_by_token_id = torch.zeros(31)
     assert evaluate(run)["val_bits_per_byte"] is None
 
 

@@ -42,7 +42,7 @@ def test_timeline_stacks_what_the_planner_counts(plt):
     figure = memory_timeline.draw(plt, asked, records)
     assert [*records] == ["plain", "none", "cheap", "full"] and {*COLORS} == {*KINDS}
     for (name, record), axis in zip(records.items(), figure.axes, strict=True):
-        step, tops = record.step, np.zeros(len(record.step.timeline))
+        step, tops = record.step_memory, np.zeros(len(record.step_memory.timeline))
         at = np.interp(range(len(tops)), *along_flops(record))
         for kind, layer in zip(COLORS, axis.collections, strict=True):
             tops += step.timeline[:, KINDS.index(kind)]
@@ -69,7 +69,7 @@ def test_the_command_draws_any_policies(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == "wrote out/memory_timeline.png\n"
     picture = (tmp_path / "out/memory_timeline.png").read_bytes()
     for name, record in records.items():
-        assert f"{name}: {record.step.peak:,} bytes".encode() in picture
+        assert f"{name}: {record.step_memory.peak:,} bytes".encode() in picture
 
 
 def test_the_same_numbers_make_the_same_file(plt, tmp_path):

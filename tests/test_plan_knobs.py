@@ -111,7 +111,7 @@ def dealt(one: PlanRequest, size: int) -> PlanRequest:
 def peaks() -> tuple[int, int]:
     """The smallest of one sequence, and that of all of them without recompute."""
     plain = question(TYPED)
-    least = replace(dealt(plain, 1), memory_budget=room_for(1)).pick_recompute().peak
+    least = replace(dealt(plain, 1), memory_budget=room_for(1)).step_with_best_policy().peak
     return least, dealt(plain, 12).step.peak
 
 
@@ -125,7 +125,7 @@ def test_the_fastest_of_all_is_found(peaks, share):
     found, every, sizes = search_settings(one), {}, (1, 2, 3, 4, 6, 12)
     for size in sizes:
         there = dealt(one, size)
-        step = there.pick_recompute()
+        step = there.step_with_best_policy()
         if step.peak <= one.usable_bytes:
             every[size] = there.seconds(step)
     times = [way.seconds for way in found]
@@ -169,7 +169,7 @@ def test_plan_memory_and_auto_name_them(monkeypatch):
     """One line below the table, and in the first lines of a run, whose batch stays what it is: the
     largest parts that fit without recompute, if that is faster."""
     plain = question(f"{WIDE} {CARD}")
-    least = replace(plain, memory_budget=room_for(1)).pick_recompute().peak
+    least = replace(plain, memory_budget=room_for(1)).step_with_best_policy().peak
     budget = budget_for(least + (plain.step.peak - least) / 4)
     answer = answers.ask(f"{WIDE} {CARD} {budget}")
     (line,) = re.findall(r"\n\nnote     (2 x 12 .* % faster .*)\n\n", answer.out)

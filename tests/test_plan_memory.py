@@ -16,9 +16,9 @@ from planner.choose import UNIFORM_POLICIES
 from planner.formulas import count_parameters
 from scripts import plan_memory
 from scripts.plan_table import digits, format_time, recommend
-from trainer.device import MemoryBudget, for_tensors
+from trainer.device import MemoryBudget, without_margin
 from trainer.flags import build_parser, byte_count
-from trainer.plan import next_smaller_step
+from trainer.plan import step_with_deeper_recompute
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 GIB = 2**30
@@ -173,7 +173,7 @@ def test_ddp_accumulation_and_compressed_gradients_are_planned():
     one, alone, ddp, compressed = gradients
     assert one == alone < ddp == compressed / 1.5
     accumulated = question("--device cuda --grad-accum-steps 2").planner
-    assert accumulated.accumulate and accumulated.step(64).peak > ask().peaks["none"]
+    assert accumulated.accumulates_gradients and accumulated.step(64).peak > ask().peaks["none"]
 
 
 def test_a_gpu_that_is_not_here_and_no_card():
@@ -204,7 +204,7 @@ def test_the_flags_say_what_is_planned_for(flags, kind, precision, gib, monkeypa
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     asked, _ = plan_memory.parse_request(f"{SHAPE} {flags}".split())
     budget = gib * GIB if gib else asked.card and asked.card.memory
-    assert (asked.device.type, asked.precision) == (kind, precision)
+    assert (asked.device.type, asked.compute_dtype) == (kind, precision)
     assert asked.memory_budget == MemoryBudget(budget, kind) and (asked.card is None) == (
         "card" not in flags
     )
@@ -233,7 +233,9 @@ def test_this_machine_is_measured(monkeypatch):
     monkeypatch.setattr("planner.cards.this_machine", lambda *what: mine)
     asked, seconds = plan_memory.parse_request(["--card=This machine", "--device=cpu"])
     assert asked.card is mine and asked.device.type == "cpu" and asked.memory_budget.is_free
-    assert asked.memory_budget.usable_bytes == for_tensors(asked.memory_budget.limit_bytes, "cpu")
+    assert asked.memory_budget.usable_bytes == without_margin(
+        asked.memory_budget.limit_bytes, "cpu"
+    )
     said = plan_memory.describe_target(asked, seconds)
     assert re.search(r"^card     H100: .*, measured in [\d.]+ s; times are", said, re.M)
 
@@ -253,7 +255,7 @@ def test_what_a_run_takes_when_memory_runs_out(flags):
     """Each is what trainer/run.py, or a restart, takes after the one before it."""
     answer, asked = ask(flags), question(flags)
     name, expected, share = answer.json["takes"], [], 0.75 if asked.shard_degree > 1 else 1
-    while step := next_smaller_step(asked, name, share=share):
+    while step := step_with_deeper_recompute(asked, name, share=share):
         name = step.config.recompute
         seconds = asked.seconds(step) if asked.card else None
         expected.append({"policy": name, "peak_bytes": step.peak, "seconds": seconds})

@@ -24,7 +24,7 @@ def test_groups_are_the_peak_to_the_byte(monkeypatch, way, setting):
     step = record(way, setting)
     groups = at_peak(step)
     sizes = [group["bytes"] for group in groups]
-    assert sum(sizes) == step.step.peak and sizes == sorted(sizes, reverse=True)
+    assert sum(sizes) == step.step_memory.peak and sizes == sorted(sizes, reverse=True)
     assert sum(group["count"] for group in groups) == len(step.at_peak)
     assert not any(group["why"].strip().endswith(" of") for group in groups)
     of_kind = Counter(group["kind"] for group in groups)

@@ -74,7 +74,7 @@ def measured(
 
     step()
     storages = LiveStorages()
-    storages.look_at([*model.parameters()], [*model.buffers()], [*optimizer.state.values()])
+    storages.count_tensors([*model.parameters()], [*model.buffers()], [*optimizer.state.values()])
     with storages:
         step()
     return storages.peak
@@ -100,7 +100,7 @@ def test_a_model_by_hand(recompute, returns, precision, make):
     else:  # without names of blocks the bytes are the same
         assert plan_step(model, batch, make, precision=how).peak == step.peak
     assert step.peak == pytest.approx(measured(model, batch, make, how), rel=0.005)
-    stretches = dict.fromkeys((phase, block) for _, phase, block in step.places if phase)
+    stretches = dict.fromkeys((phase, block) for _, phase, block in step.phase_marks if phase)
     forward, backward = ([(phase, i) for i in range(3)] for phase in ("forward", "backward"))
     before, head, after = ((phase, None) for phase in ("forward", "head", "backward"))
     update = ("optimizer", None)
@@ -140,7 +140,7 @@ def test_minigpt_is_one_of_them(recompute, device_type):
     model = MiniGPT(config)
     how: Any = dict(precision=torch.float32, device_type=device_type)
     planner = Planner(
-        config, T, **how, clip=lambda *_, **__: None,
+        config, T, **how, clip_gradients=lambda *_, **__: None,
         make_optimizer=lambda its: torch.optim.AdamW(its.parameters(), fused=True),
     )  # fmt: skip
     known = planner.step(B, recompute=recompute)

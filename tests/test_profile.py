@@ -11,7 +11,7 @@ from harness.runs import older_runs, same, snapshot, train_here
 from torch._dynamo.utils import counters
 
 from model import Block
-from trainer.clocks import TABLE_ROWS, WARM_UP
+from trainer.clocks import STEPS_BEFORE_PROFILE, TABLE_ROWS
 from trainer.snapshot import sibling_path
 
 N = 2  # recorded steps
@@ -81,11 +81,11 @@ def test_the_table_and_a_disk_without_room_for_the_trace(path, capsys, monkeypat
     assert "aten::addmm" in shares and not {*PHASES, "head", "ProfilerStep*"} & shares.keys()
 
 
-@pytest.mark.parametrize("step", [WARM_UP - 1, WARM_UP + 1])
+@pytest.mark.parametrize("step", [STEPS_BEFORE_PROFILE - 1, STEPS_BEFORE_PROFILE + 1])
 def test_a_signal_before_the_end(step, path, capsys):
     assert broken(path, f"term:0:{step}", *SHORT) == 143
     said = capsys.readouterr().out
-    if step < WARM_UP:
+    if step < STEPS_BEFORE_PROFILE:
         assert "nothing was recorded" in said and not sibling_path(path, ".trace.json").exists()
     else:
         assert f"profile  1 of {N} steps" in said and len(ranges(path)["backward"]) == 1
@@ -117,6 +117,8 @@ def test_compiled_blocks_have_ranges_around_them(path):
     flags = *SHORT, "--compile", f"{FULL}=full:1,cheap", "--dropout=0"
     assert broken(path, watch, *flags) == 0
     named = ranges(path)
-    assert compiled[WARM_UP] > 0 and len({*compiled[WARM_UP:]}) == 1, compiled
+    assert compiled[STEPS_BEFORE_PROFILE] > 0 and len({*compiled[STEPS_BEFORE_PROFILE:]}) == 1, (
+        compiled
+    )
     assert len(named["block 0"]) == len(named["block 1"]) == N
     assert len(named["recompute of block 0"]) == N

@@ -14,7 +14,7 @@ from harness.records import KINDS_OF_STEPS, WAYS, B, plan, record
 from memory import POLICIES
 from memory.head import chunk_starts
 from planner import CARDS
-from planner.record import code_of
+from planner.record import read_source_line
 from planner.shards import GATHERED
 from planner.timeline import KINDS
 
@@ -32,23 +32,23 @@ pytestmark = pytest.mark.usefixtures("everything_travels")
 def test_storages_are_the_step(way, setting, dropout):
     found = record(way, setting, dropout=dropout)
     step = plan(setting, dropout).step(B, **WAYS[way])
-    np.testing.assert_array_equal(found.step.timeline, step.timeline)
-    assert found.step.places == step.places
+    np.testing.assert_array_equal(found.step_memory.timeline, step.timeline)
+    assert found.step_memory.phase_marks == step.phase_marks
     added_up = np.zeros_like(step.timeline)
     for storage in found.storages:  # each from its birth to its death
         last = int(min(storage.died, len(added_up)))
         added_up[storage.born : last + 1, KINDS.index(storage.kind)] += storage.nbytes
     np.testing.assert_array_equal(added_up, step.timeline)
-    assert len(found.operators) == len(found.replays) == len(step.timeline)
+    assert len(found.operator_names) == len(found.replay_mask) == len(step.timeline)
     assert sum(storage.nbytes for storage in found.at_peak) == step.peak
     assert all(storage.name and storage.reason_alive for storage in found.storages)
-    assert found.step.work.times.sum() == step.work.times.sum()
+    assert found.step_memory.op_work.times.sum() == step.op_work.times.sum()
 
 
 # ---- names and reasons
 
 FP32, BF16 = ("cpu", {}), ("cpu", {"precision": "bf16"})
-ACCUMULATE, DROPOUT = ("cpu", {"accumulate": True}), ("cpu", {"dropout": 0.1})
+ACCUMULATE, DROPOUT = ("cpu", {"accumulates_gradients": True}), ("cpu", {"dropout": 0.1})
 GPU, SHARDS = ("cuda", {}), ("shards", {})
 
 
@@ -88,10 +88,10 @@ def test_names_and_reasons(way, of, name, code, why, until):
     setting, more = of
     step = record(way, setting, **more)
     found = [s for s in step.storages if s.name == name]
-    assert found and all(code in code_of(s.line) for s in found)
+    assert found and all(code in read_source_line(s.line) for s in found)
     assert {s.reason_alive for s in found} == {why}
     if until:
-        assert {step.operators[int(s.died)] for s in found} == {until}
+        assert {step.operator_names[int(s.died)] for s in found} == {until}
     if name.startswith("blocks.1"):
         assert {s.block for s in found} == {1}
 
@@ -143,16 +143,16 @@ def test_few_tell_what_all_do(setting, memory, n_layers, chunks, monkeypatch):
     plan = planner(config, **settings)
     plan.step(8, recompute="sdpa")
     few = plan.step(8, **memory)
-    monkeypatch.setattr("planner.step.representative_chunks", lambda log, known: chunk_starts)
-    _, every = planner(config, **settings).simulate(8, few.config)
+    monkeypatch.setattr("planner.step.make_representative_starts", lambda log, known: chunk_starts)
+    _, every = planner(config, **settings).simulate_whole_step(8, few.config)
     assert (few.peak, few.peak_location, few.kept) == (every.peak, every.peak_location, every.kept)
     assert few.at_peak == every.at_peak
     assert sorted(few.offloaded_sizes) == sorted(every.offloaded_sizes)
     assert few.kept_per_block == pytest.approx(every.kept_per_block, rel=1e-12)
     if chunks <= 3:
         np.testing.assert_array_equal(few.timeline, every.timeline)
-        assert few.places == every.places
+        assert few.phase_marks == every.phase_marks
     for what in ("flops", "bytes"):
-        assert few.work.times @ few.work[what] == every.work.times @ every.work[what]
+        assert few.op_work.times @ few.op_work[what] == every.op_work.times @ every.op_work[what]
     for card in (CARD, CARDS["H100"]):
         assert few.seconds(card) == pytest.approx(every.seconds(card), rel=1e-9)

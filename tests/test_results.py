@@ -128,7 +128,7 @@ def test_the_pictures_peaks_are_what_the_planner_says():
     args = memory_timeline.parse([*flags, "--policies", "plain", "full"])
     picture = (FOLDER / "memory_timeline.png").read_bytes()
     for name, record in memory_timeline.record_all(args)[1].items():
-        assert f"{name}: {record.step.peak:,} bytes".encode() in picture, REMAKE
+        assert f"{name}: {record.step_memory.peak:,} bytes".encode() in picture, REMAKE
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 import train_minimal
-from trainer.bootstrap import set_up_stdout
+from trainer.bootstrap import set_stdout_errors
 from trainer.flags import build_parser, resolve_defaults, with_flags
 from trainer.process import OneProcess
 from trainer.resume import (
@@ -32,7 +32,7 @@ from trainer.resume import (
     load_newest,
     restore_flags,
 )
-from trainer.setup import set_up
+from trainer.setup import build_run
 from trainer.snapshot import LoadedSnapshot, SnapshotError, sibling_path
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
@@ -178,7 +178,7 @@ def test_all_processes_agree_on_the_lowest_loss(path):
     assert train_here(path, "--eval-interval=5") == 0
     lowest, last = min(r["val_loss"] for r in metrics(path) if "val_loss" in r), metrics(path)[-1]
     process = OneProcess(torch.device("cpu"))
-    process.rank, process.run_on_all_ranks, process.run_on_rank0 = (
+    process.rank, process.run_on_all_ranks, process.run_on_rank0_only = (
         1,
         lambda act: act(),
         lambda act: None,
@@ -186,7 +186,7 @@ def test_all_processes_agree_on_the_lowest_loss(path):
     process.all_gather_object = lambda mine: [last if mine is None else mine]
     args = parse(*TINY, "--resume --num-steps=30")
     args.checkpoint_path = path
-    assert set_up(args, process, load_newest(path)).best_val_loss == lowest
+    assert build_run(args, process, load_newest(path)).best_val_loss == lowest
 
 
 # ---- The flags
@@ -254,7 +254,7 @@ def test_an_older_snapshot_does_not_tell_which_flags_were_typed(before):
 def test_any_path_can_be_pasted(tmp_path, capsysbinary):
     """From stopped, next and note, through a shell's eyes; and each goes on where it says. With a
     space, a quote, and what is no UTF-8 (where the file system has such names)."""
-    set_up_stdout()
+    set_stdout_errors()
     path = tmp_path / "my runs" / "it's.pt"
     with suppress(OSError):
         (tmp_path / os.fsdecode(b"caf\xe9")).touch()

@@ -12,8 +12,8 @@ from harness.planned import planner
 from harness.runs import start_together
 from harness.sharded import CASES, LONG_CASES
 
-from memory import recompute_plan
-from planner.choose import pick_recompute
+from memory import parse_config_recompute
+from planner.choose import pick_fastest_fitting_step
 from planner.formulas import state_bytes
 from planner.shards import state_bytes_per_rank
 from trainer.optimizer import make_optimizer
@@ -44,8 +44,11 @@ def test_predicted_peak_is_that_of_real_processes(act, n, names, tmp_path):
     cases, sharing = (CASES, 1) if act == "memory" else (LONG_CASES, n)
     for name, peak in json.loads(path.read_text()).items():
         case = cases[name]
-        more = {"shard_degree": n, "accumulate": case.micro_batches > 1, "seq_len": case.seq_len}
-        more |= {"gather_in_low": case.gather == "bfloat16", "sp_degree": sharing}
+        more = {"shard_degree": n, "sp_degree": sharing, "seq_len": case.seq_len}
+        more |= {
+            "accumulates_gradients": case.micro_batches > 1,
+            "gather_in_bfloat16": case.gather == "bfloat16",
+        }
         more |= {"make_optimizer": partial(make_optimizer, args=case.flags, **how)}
         precision = "fp32" if case.dtype == torch.float32 else "bf16"
         step = planner(case.config, precision, **more).step(case.batch_size)
@@ -71,7 +74,9 @@ def test_rows_that_do_not_divide_are_rounded_up(n):
 
 def test_shards_never_take_a_group():
     plan = planner(WIDE, shard_degree=2)
-    assert recompute_plan(pick_recompute(plan, 16, 1).config).group_size == 1  # nothing fits
+    assert (
+        parse_config_recompute(pick_fastest_fitting_step(plan, 16, 1).config).group_size == 1
+    )  # nothing fits
 
 
 # ---- asked by flags
@@ -115,4 +120,4 @@ def test_the_way_to_shards_is_named_where_the_state_does_not_fit():
     ddp = PlanRequest(args, 64, CPU, torch.float32, ddp=True, processes=4)
     at_state = replace(ddp, memory_budget=room_for(ddp.state_bytes))
     for asked, named in ((at_state, True), (replace(at_state, processes=1), False)):
-        assert ("(train_fsdp.py deals them out)" in asked.fitting_change()[0]) == named
+        assert ("(train_fsdp.py deals them out)" in asked.advice_and_change()[0]) == named

@@ -32,8 +32,8 @@ from trainer.plan import plan_memory
 from trainer.process import OneProcess
 from trainer.setup import (
     DERIVED_FLAGS,
-    HINTS,
     MAY_DIFFER,
+    MISMATCH_HINTS,
     Facts,
     check_same_on_all_ranks,
     consistency_facts,
@@ -231,7 +231,7 @@ def test_torchrun_is_found_above(monkeypatch, lives, processes):
     parent = next(iter(processes))
     monkeypatch.setattr(os, "getppid", lambda: parent)
     monkeypatch.setattr(os.path, "exists", lambda path: True)
-    monkeypatch.setattr(bootstrap, "read_or_none", lambda path: files.get(path, ""))
+    monkeypatch.setattr(bootstrap, "read_or_empty", lambda path: files.get(path, ""))
     assert bootstrap.torchrun_lives() == lives
     monkeypatch.setattr(os.path, "exists", lambda path: False)
     assert bootstrap.torchrun_lives() == (parent != 1)
@@ -332,7 +332,7 @@ def test_the_smallest_budget_counts(monkeypatch, theirs, chosen):
     monkeypatch.setattr("trainer.device.free_memory", lambda device: 1 << 30)
     args = parse(*TINY, "--use-activation-checkpoint=auto --batch-size=8 --no-amp")
     process = OneProcess(CPU)
-    process.has_own_policy = False  # as with shards
+    process.has_own_recompute_policy = False  # as with shards
     process.all_gather_object = lambda mine: [
         {MemoryBudget: MemoryBudget(theirs, "cpu")}.get(type(mine), mine),
         mine,
@@ -384,4 +384,4 @@ def test_every_flag_is_compared_or_has_a_reason():
     names = {"--" + name.replace("_", "-") for name in vars(args).keys() - MAY_DIFFER}
     known = of() | data_consistency_facts(find_data(args, OneProcess(CPU)))
     assert names <= known.keys() and MAY_DIFFER <= vars(args).keys()
-    assert known.keys() >= {*HINTS, *DERIVED_FLAGS}
+    assert known.keys() >= {*MISMATCH_HINTS, *DERIVED_FLAGS}

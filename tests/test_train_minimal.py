@@ -24,7 +24,7 @@ from memory.head import target_log_prob_
 from trainer import clocks
 from trainer.clocks import MEASURED_STEP, StepClock
 from trainer.device import choose_precision, set_matmul_precision
-from trainer.metrics import format_line, peak_memory
+from trainer.metrics import format_line, peak_memory_fields
 from trainer.report import describe_run, sample_text
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
@@ -170,7 +170,7 @@ def test_the_sample_compiles_nothing(path, monkeypatch):
     compile_module = partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
     monkeypatch.setattr(
-        "memory.head.compiled_target_log_prob", lambda: target_log_prob_
+        "memory.head.compile_target_log_prob", lambda: target_log_prob_
     )  # without g++
     monkeypatch.setattr("trainer.shutdown.sample_text", sample)
     flags = ("--compile", "--no-amp", "--num-steps=2", "--sample-tokens=5")
@@ -188,7 +188,7 @@ def test_a_gpu_tells_what_its_allocator_took(monkeypatch):
     card = SimpleNamespace(total_memory=2**32)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    found = peak_memory(CUDA)
+    found = peak_memory_fields(CUDA)
     assert (found["peak_memory_bytes"], found["peak_active_bytes"]) == (2**30, 2**31)
     record = dict(step=1, epoch=0, lr=1, train_loss=1, step_ms=1, tokens_per_s=1, eta_s=3700)
     line = format_line(record | found, 20)

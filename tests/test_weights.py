@@ -27,20 +27,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import train_minimal
-from data import Tokenizer, find_dataset
+from data import Tokenizer, load_dataset
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from scripts import evaluate, export_hf, generate
 from trainer.flags import UsageError, build_parser
 from trainer.pretrained import (
     OURS,
-    load_model,
+    load_model_and_tokenizer,
     open_pretrained,
     read_config,
-    renamed,
+    renamed_and_transposed,
 )
 from trainer.process import OneProcess
-from trainer.setup import check_same_on_all_ranks, consistency_facts, start_run
+from trainer.setup import check_same_on_all_ranks, consistency_facts, set_up_from_flags
 
 CPU = torch.device("cpu")
 N_TOY, N_MODEL = TINY.index("--n-layers"), TINY.index("--batch-size")
@@ -66,7 +66,7 @@ def export(snapshot: Path, out: Path | str) -> int:
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
-        patch.setitem(find_dataset.__kwdefaults__, "cache_dir", folder)
+        patch.setitem(load_dataset.__kwdefaults__, "cache_dir", folder)
         yield
 
 
@@ -111,7 +111,7 @@ def toy(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(run):
-    return load_model(run, CPU)[0]
+    return load_model_and_tokenizer(run, CPU)[0]
 
 
 # ---- The folder that export_hf writes
@@ -119,7 +119,7 @@ def model(run):
 
 def test_transformers_and_ours_find_the_same_model(run, exported, capsys):
     """The same weights, ids and greedy text."""
-    model, tokenizer = load_model(exported, CPU)
+    model, tokenizer = load_model_and_tokenizer(exported, CPU)
     assert same(model.state_dict(), snapshot(run)["model"])
     saved = Tokenizer.from_state(snapshot(run)["tokenizer"])
     assert tokenizer.fingerprint == saved.fingerprint and tokenizer.pattern == saved.pattern
@@ -158,7 +158,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(tmp_path):
     theirs.save_pretrained(tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(TOKENIZER))
 
-    ours, _ = load_model(tmp_path / "hf", CPU)
+    ours, _ = load_model_and_tokenizer(tmp_path / "hf", CPU)
     ids = torch.randint(0, 257, (2, 49))
     logits = theirs(ids[:, :-1]).logits
     assert (ours(ids[:, :-1]) - logits).abs().max() <= 1e-5 * logits.abs().max()
@@ -167,7 +167,9 @@ def test_logits_loss_and_gradients_are_those_of_transformers(tmp_path):
     loss = ours.train()(ids[:, :-1], ids[:, 1:])
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    wanted = renamed({name: p.grad for name, p in theirs.transformer.named_parameters()}, OURS)
+    wanted = renamed_and_transposed(
+        {name: p.grad for name, p in theirs.transformer.named_parameters()}, OURS
+    )
     for name, parameter in ours.named_parameters():
         error = (parameter.grad - wanted[name]).abs().max()
         assert error <= 1e-5 * wanted[name].abs().max(), name
@@ -210,7 +212,9 @@ def test_what_older_folders_hold_besides(tmp_path):
 
     def loaded(tensors: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
         shutil.rmtree(tmp_path / "hf", ignore_errors=True)
-        return load_model(write_folder(tmp_path / "hf", tensors=tensors), CPU)[0].state_dict()
+        return load_model_and_tokenizer(write_folder(tmp_path / "hf", tensors=tensors), CPU)[
+            0
+        ].state_dict()
 
     plain = gpt2_tensors()
     expected, more = loaded(plain), {"h.1.attn.masked_bias": np.array(-1e4, np.float32)}
@@ -229,8 +233,8 @@ def test_what_older_folders_hold_besides(tmp_path):
 def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     """And does not, if another process has other weights."""
     argv = [*TINY[N_MODEL:], f"--checkpoint-path={tmp_path}/run.pt", f"--init-from={folder}", text]
-    run = start_run(build_parser("test", "x.pt").parse_args(argv), OneProcess.from_args)
-    assert same(run.model.state_dict(), load_model(folder, CPU)[0].state_dict())
+    run = set_up_from_flags(build_parser("test", "x.pt").parse_args(argv), OneProcess.from_args)
+    assert same(run.model.state_dict(), load_model_and_tokenizer(folder, CPU)[0].state_dict())
     assert (run.step, run.args.seq_len, run.data.tokenizer.vocab_size) == (0, 32, 257)
     assert run.model.config.dropout == 0.1 and not run.optimizer.state  # the run's own
     assert run.args.lr == pytest.approx(0.04 / 16)
@@ -239,7 +243,7 @@ def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     tensors = gpt2_tensors()
     tensors["ln_f.bias"][3] += 1e-6
     paths = (folder, folder, write_folder(tmp_path / "other", tensors))
-    common = (run.args, run.process, run.precision)
+    common = (run.args, run.process, run.compute_dtype)
     with pytest.raises(UsageError, match="--init-from: rank 0 has .*, rank 2 has .*same w"):
         check_same_on_all_ranks(
             [consistency_facts(*common, open_pretrained(path)) for path in paths]
@@ -394,7 +398,7 @@ def test_generate_needs_the_snapshot_only(toy, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = "alone.pt --max-new-tokens=7 --num-samples=2 --seed=7 --top-k=9 --top-p=0.5".split()
     assert generate.main([*flags, "--prompt=3 1 2"]) == 0
-    model, tokenizer = load_model(toy, CPU)
+    model, tokenizer = load_model_and_tokenizer(toy, CPU)
     torch.manual_seed(7)
     start, how = torch.tensor([[0, 3, 1, 2]] * 2), {"temperature": 0.8, "top_k": 9, "top_p": 0.5}
     samples = [tokenizer.decode(row[1:].tolist()) for row in model.generate(start, 7, **how)]
@@ -412,7 +416,7 @@ class Scripted:
     def __init__(self, *samples) -> None:
         self.columns = iter(torch.tensor([list(sample) for sample in samples]).t())
 
-    def stream(self, ids, max_new_tokens, **how):
+    def stream_tokens(self, ids, max_new_tokens, **how):
         return (column[:, None] for column in islice(self.columns, max_new_tokens))
 
 

@@ -14,13 +14,18 @@ import time
 from io import TextIOWrapper
 
 PROCESS_START = time.perf_counter()  # the time of a run includes `import torch`: 1 to 2 s
-ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))  # the project's folder
-FOLDER = os.path.dirname(os.path.realpath(sys.argv[0]))  # folder of the script that was started
+PROJECT_FOLDER = os.path.dirname(
+    os.path.dirname(os.path.realpath(__file__))
+)  # the project's folder
+SCRIPT_FOLDER = os.path.dirname(
+    os.path.realpath(sys.argv[0])
+)  # folder of the script that was started
 # True if Python was started with a trainer, a tool or a study, by path or with -m. (With -m,
 # sys.argv[0] is still "-m" here, because Python does not know the module's path yet. So every
 # module counts.) False if, for example, a test imports this file.
-STARTED = sys.argv[0] == "-m" or (
-    sys.argv[0].endswith(".py") and ROOT in (FOLDER, os.path.dirname(FOLDER))
+IS_MAIN_PROGRAM = sys.argv[0] == "-m" or (
+    sys.argv[0].endswith(".py")
+    and PROJECT_FOLDER in (SCRIPT_FOLDER, os.path.dirname(SCRIPT_FOLDER))
 )
 
 
@@ -46,7 +51,7 @@ def interrupt(number: int, frame: "FrameType | None") -> None:
     raise KeyboardInterrupt
 
 
-def set_up_stdout() -> None:
+def set_stdout_errors() -> None:
     """Set how stdout encodes characters that its encoding cannot express.
 
     If stdout has UTF-8, a file name is printed with exactly the bytes that it has on disk, so that
@@ -58,13 +63,13 @@ def set_up_stdout() -> None:
         sys.stdout.reconfigure(errors="surrogateescape" if utf_8 else "replace")
 
 
-if STARTED:
+if IS_MAIN_PROGRAM:
     # A shell may start a background process with SIGINT ignored. Then SIGINT stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     if hasattr(signal, "SIGUSR1"):  # SIGUSR1 asks for a save, which is possible only in training
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    set_up_stdout()
+    set_stdout_errors()
 
 from types import FrameType  # noqa: E402  # (imported after `interrupt` is installed)
 
@@ -109,14 +114,14 @@ def torchrun_lives() -> bool:
     if pid == 0 or not os.path.exists("/proc/self/stat"):  # (0: parent outside of this container)
         return pid != 1
     while pid:
-        name, _, numbers = read_or_none(f"/proc/{pid}/stat").rpartition(")")
-        if name.endswith("(pt_elastic") or "libtorch" in read_or_none(f"/proc/{pid}/maps"):
+        name, _, numbers = read_or_empty(f"/proc/{pid}/stat").rpartition(")")
+        if name.endswith("(pt_elastic") or "libtorch" in read_or_empty(f"/proc/{pid}/maps"):
             return True
         pid = int(numbers.split()[1]) if numbers else 0
     return False
 
 
-def read_or_none(path: str) -> str:
+def read_or_empty(path: str) -> str:
     """Return the text of a file in /proc; "" if the process has ended or belongs to another
     user."""
     try:
@@ -140,14 +145,14 @@ if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
 # Environment variables that configure PyTorch's GPU allocator: the present name, then two older
 # names. With `expandable_segments` the allocator's memory segments can grow. This leaves fewer gaps
 # between tensors of different sizes.
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # True if expandable segments work on this system. On Windows PyTorch prints a warning about them.
 # On WSL (pytorch#192330) and on Jetsons the driver fails. On AMD GPUs the driver may hang
 # (pytorch#192259).
-HAS_SEGMENTS = (
+CAN_EXPAND_SEGMENTS = (
     sys.platform == "linux"
     and not any(name in os.uname().release for name in ("microsoft", "tegra"))
     and not os.path.exists("/dev/kfd")  # AMD's driver
 )
-if HAS_SEGMENTS and not os.environ.keys() & set(ALLOCATOR):
+if CAN_EXPAND_SEGMENTS and not os.environ.keys() & set(ALLOCATOR_VARIABLES):
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -38,7 +38,7 @@ from .snapshot import SaveError, atomic_write, sibling_path
 MEASURED_STEP = 3
 # Number of steps before the recorded steps. In the last of the WARM_UP steps the profiler already
 # runs, to warm up, but its results are dropped.
-WARM_UP = 3
+STEPS_BEFORE_PROFILE = 3
 TABLE_ROWS = 10  # number of rows in the profiler's table of operators
 
 
@@ -53,7 +53,7 @@ class StepClock:
     the loss waits for the GPU.
     """
 
-    TRAINING = ("data", "forward", "backward", "optimizer", "log")
+    TRAINING_PHASES = ("data", "forward", "backward", "optimizer", "log")
 
     def __init__(self) -> None:
         self.total: dict[str, float] = defaultdict(float)  # seconds of each phase, in total
@@ -117,7 +117,7 @@ class StepClock:
 
     def training_seconds(self) -> float:
         """Return the seconds of all training phases so far, at least 1e-9."""
-        return max(sum(self.total[phase] for phase in self.TRAINING), 1e-9)
+        return max(sum(self.total[phase] for phase in self.TRAINING_PHASES), 1e-9)
 
     def steps_per_second(self) -> float:
         """Return the mean number of steps per second of training time so far."""
@@ -138,10 +138,10 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.look_at(args, kwargs, result)
+        self.count_tensors(args, kwargs, result)
         return result
 
-    def look_at(self, *tensors: object) -> None:
+    def count_tensors(self, *tensors: object) -> None:
         """Count the storages of all tensors in `tensors`, at any depth of lists, tuples and dicts.
         Then update the peak."""
         for leaf in tree_leaves(tensors):
@@ -197,7 +197,7 @@ class PeakMemoryClock(StepClock):
         if measure and self.predicted and on_cpu and unsharded and not is_compiled(self.model):
             weights = [*self.model.parameters()]
             gradients = [weight.grad for weight in weights]
-            self.storages.look_at(weights, gradients, [*self.optimizer.state.values()])
+            self.storages.count_tensors(weights, gradients, [*self.optimizer.state.values()])
             self.looking.enter_context(self.storages)
 
     def discard_step(self) -> None:
@@ -246,7 +246,9 @@ class ProfilingClock(PeakMemoryClock):
         # acc_events=True: without it some versions of torch warn that they do not keep events
         # across profiling cycles, although there is only one cycle here.
         self.profiler = profile(
-            schedule=schedule(wait=WARM_UP - 1, warmup=1, active=args.profile, repeat=1),
+            schedule=schedule(
+                wait=STEPS_BEFORE_PROFILE - 1, warmup=1, active=args.profile, repeat=1
+            ),
             on_trace_ready=self.report,
             acc_events=True,
         )
@@ -283,7 +285,7 @@ class ProfilingClock(PeakMemoryClock):
         self.phase_range.close()
         self.model_ranges.close()
         self.profiler.stop()  # calls `self.report` if the profiler is recording
-        if self.steps <= WARM_UP:
+        if self.steps <= STEPS_BEFORE_PROFILE:
             self.process.print0("profile  nothing was recorded: the run ended before")
 
     def report(self, profiler: profile) -> None:
@@ -292,12 +294,14 @@ class ProfilingClock(PeakMemoryClock):
 
         On a GPU the table is sorted by the self time on the GPU, and it also lists kernels.
         """
-        if self.steps <= WARM_UP:  # the run ended before a profiled step was complete
+        if self.steps <= STEPS_BEFORE_PROFILE:  # the run ended before a profiled step was complete
             return
         rows = profiler.key_averages()
         operators = type(rows)(row for row in rows if not row.is_user_annotation)
         processor = "device" if any(row.self_device_time_total for row in rows) else "cpu"
-        summary = f"{self.steps - WARM_UP} of {self.asked} steps, by operators' own time"
+        summary = (
+            f"{self.steps - STEPS_BEFORE_PROFILE} of {self.asked} steps, by operators' own time"
+        )
         table = operators.table(sort_by=f"self_{processor}_time_total", row_limit=TABLE_ROWS)
         self.process.print0(f"profile  {summary}:\n{table}")
         try:

@@ -18,10 +18,10 @@ from .metrics import format_bytes
 GIB = 2**30
 # Path of the memory files of a container's control group (version 2), without the ends "max",
 # "current" and "stat". A container may have less memory than the machine.
-CGROUP = "/sys/fs/cgroup/memory."
+CGROUP_MEMORY_PREFIX = "/sys/fs/cgroup/memory."
 
 
-def is_here(kind: str) -> bool:
+def is_available(kind: str) -> bool:
     """Return True if torch finds a device of type `kind` ("cpu", "cuda" or "mps") on this
     machine."""
     if kind == "mps":
@@ -33,8 +33,8 @@ def choose_device(name: str) -> torch.device:
     """Return the device that --device `name` means; for "auto": cuda, else mps, else cpu. Raises
     UsageError if the machine has no such device."""
     if name == "auto":
-        name = next(kind for kind in ("cuda", "mps", "cpu") if is_here(kind))
-    if not is_here(name):
+        name = next(kind for kind in ("cuda", "mps", "cpu") if is_available(kind))
+    if not is_available(name):
         raise UsageError(f"--device {name}: torch {torch.__version__} finds none; try --device cpu")
     return torch.device(name)
 
@@ -151,11 +151,16 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     # Outside Linux the free memory is not known. All memory of the machine is an upper limit of it.
-    free = in_kib("MemAvailable:") or built_in_memory()
-    limit, used = number_in(f"{CGROUP}max"), number_in(f"{CGROUP}current")
+    free = meminfo_bytes("MemAvailable:") or machine_memory()
+    limit, used = (
+        read_number(f"{CGROUP_MEMORY_PREFIX}max"),
+        read_number(f"{CGROUP_MEMORY_PREFIX}current"),
+    )
     if free and limit is not None and used is not None:
         # Count cached files as free memory, because the kernel drops them when memory is needed.
-        free = min(free, limit - used + (number_in(f"{CGROUP}stat", "inactive_file") or 0))
+        free = min(
+            free, limit - used + (read_number(f"{CGROUP_MEMORY_PREFIX}stat", "inactive_file") or 0)
+        )
     return free
 
 
@@ -167,8 +172,8 @@ def total_memory(device: torch.device) -> int | None:
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     # Count swap space as memory: it is slow, but a run can use it.
-    built_in = in_kib("MemTotal:", "SwapTotal:") or built_in_memory()
-    return min(filter(None, (built_in, number_in(f"{CGROUP}max"))), default=None)
+    built_in = meminfo_bytes("MemTotal:", "SwapTotal:") or machine_memory()
+    return min(filter(None, (built_in, read_number(f"{CGROUP_MEMORY_PREFIX}max"))), default=None)
 
 
 @dataclass(frozen=True)
@@ -188,17 +193,19 @@ class MemoryBudget:
     @property
     def usable_bytes(self) -> int | None:
         """Bytes that tensors may use: the total minus the margin; None if the total is unknown."""
-        return None if self.limit_bytes is None else for_tensors(self.limit_bytes, self.device_type)
+        return (
+            None if self.limit_bytes is None else without_margin(self.limit_bytes, self.device_type)
+        )
 
     def __str__(self) -> str:
         """Return the usable bytes as text: "54.0 MiB (60.0 MiB less a margin of a tenth)"."""
         assert self.limit_bytes is not None and self.usable_bytes is not None
-        _, words = memory_margin(self.limit_bytes, self.device_type)
+        _, words = margin_bytes_and_words(self.limit_bytes, self.device_type)
         total = format_bytes(self.limit_bytes) + " free," * self.is_free
         return f"{format_bytes(self.usable_bytes)} ({total} less a margin of {words})"
 
 
-def memory_margin(total: float, device_type: str) -> tuple[float, str]:
+def margin_bytes_and_words(total: float, device_type: str) -> tuple[float, str]:
     """Return the margin, which is the number of bytes of `total` that tensors may not use, and the
     same margin in words.
 
@@ -213,9 +220,9 @@ def memory_margin(total: float, device_type: str) -> tuple[float, str]:
     return 0.1 * total, "a tenth"
 
 
-def for_tensors(total: float, device_type: str) -> int:
+def without_margin(total: float, device_type: str) -> int:
     """Return the bytes of `total` that tensors may use: `total` minus the margin."""
-    return int(total - memory_margin(total, device_type)[0])
+    return int(total - margin_bytes_and_words(total, device_type)[0])
 
 
 def budget_on(
@@ -243,7 +250,7 @@ def budget_on(
     return MemoryBudget(budget, device.type, is_free=free is not None, host_usable_bytes=host_bytes)
 
 
-def built_in_memory() -> int | None:
+def machine_memory() -> int | None:
     """Return the bytes of the machine's memory; None if the system does not report them
     (Windows)."""
     if not hasattr(os, "sysconf"):
@@ -251,12 +258,12 @@ def built_in_memory() -> int | None:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def in_kib(*names: str) -> int:
+def meminfo_bytes(*names: str) -> int:
     """Return the sum of the lines `names` of /proc/meminfo, in bytes; 0 if they are missing."""
-    return 1024 * sum(number_in("/proc/meminfo", name) or 0 for name in names)
+    return 1024 * sum(read_number("/proc/meminfo", name) or 0 for name in names)
 
 
-def number_in(file: str, name: str = "") -> int | None:
+def read_number(file: str, name: str = "") -> int | None:
     """Return the number after the word `name` in a file; without `name`, the first word as a
     number. Return None if there is no such number, for example if the word is "max"."""
     try:

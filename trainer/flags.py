@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from memory import RECOMPUTE_POLICIES, RecomputePlan, format_recompute_plan, parse_recompute_plan
 from model import MiniGPTConfig
-from planner.cards import card_name
+from planner.cards import canonical_card_name
 
 
 class UsageError(ValueError):
@@ -62,7 +62,7 @@ REPLACED_FLAGS = {
     "--repeats": "--steps says how many are measured",
 }
 # Suffix of a number of tokens -> factor.
-TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+TOKEN_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -88,7 +88,7 @@ class OneLineParser(argparse.ArgumentParser):
         return parsed
 
 
-class TypedFlagsParser(OneLineParser):
+class ExplicitFlagsParser(OneLineParser):
     """Parser that also stores in the result which flags were typed: `typed`, a set of names. With
     --model, the flags of the model's shape count as typed, too.
 
@@ -148,7 +148,7 @@ def to_argv(flags: dict[str, Any]) -> list[str]:
             words += [flag] if value else off
             continue
         values = value if isinstance(value, list) else [value]
-        first, *others = map(FORMATTERS.get(actions[name].type, str), values)
+        first, *others = map(FORMATTER_BY_TYPE.get(actions[name].type, str), values)
         # A value may begin with "-", such as a file named -x.pt. argparse accepts it only as
         # --flag=-x.pt.
         words += [f"{flag}={first}", *others] if first.startswith("-") else [flag, first, *others]
@@ -244,7 +244,7 @@ def token_count(text: str, least: int = 1) -> int:
     """Parse a number of tokens (argparse type): "1B", "1.5B", "300M", "1e9" or plain digits. The
     smallest valid number is `least`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([kmbt]?)", text.strip().lower())
-    count = Fraction(match[1]) * TOKENS[match[2]] if match else Fraction(-1)
+    count = Fraction(match[1]) * TOKEN_COUNT_UNITS[match[2]] if match else Fraction(-1)
     if count.denominator > 1 or not least <= count <= 10**15:
         raise argparse.ArgumentTypeError(
             f"must be a whole number of tokens up to 1000T, as in 300M, 1.5B or 1e9, "
@@ -254,10 +254,10 @@ def token_count(text: str, least: int = 1) -> int:
 
 
 # argparse type -> function that writes such a value with its unit, for `to_argv`.
-FORMATTERS: dict[Any, Callable[[int], str]] = {byte_count: "{}b".format}
+FORMATTER_BY_TYPE: dict[Any, Callable[[int], str]] = {byte_count: "{}b".format}
 
 
-def snapshot_file(text: str) -> Path:
+def snapshot_path(text: str) -> Path:
     """Parse the path of a snapshot (argparse type). Reject a path that names no file, such as
     "checkpoints/" or ".pt". (This checks the text, because Path would drop a slash at the end.)"""
     if os.path.basename(text).strip(".") in ("", "pt", "pth", "ckpt"):
@@ -278,7 +278,7 @@ def output_file(text: str) -> Path:
 def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     """Return the parser that all trainers use. Its arguments differ between trainers: `prog` is the
     file name, and `checkpoint_path` is the default path of the snapshot."""
-    parser = TypedFlagsParser(
+    parser = ExplicitFlagsParser(
         prog=prog,
         description="Train a MiniGPT and see what activation memory costs.",
         allow_abbrev=False,
@@ -342,7 +342,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         help="memory to plan for, e.g. 8GiB (default: the free memory): auto uses no more, and a "
         "run with another policy prints a warning if it needs more; a tenth stays free, on a GPU "
         "at least 1 GiB (a quarter, if SIZE is less than 4 GiB)")
-    add("--card", type=card_name, metavar="NAME",
+    add("--card", type=canonical_card_name, metavar="NAME",
         help="card for predicted times: auto, and a run that runs out of memory, choose the policy "
         "that is predicted to be fastest on this card: H100, \"RTX 4090\", ..., or this-machine, "
         "which is measured (default: the CUDA GPU's own name; without a known GPU, the policy that "
@@ -429,7 +429,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--eval-tokens", type=partial(token_count, least=0), default=16_000, metavar="N",
         help="validate on N tokens, in windows of --seq-len that are spread over the validation "
         "set; 0 = all of it (default: 16K)")
-    add("--checkpoint-path", type=snapshot_file, default=Path(checkpoint_path), metavar="FILE",
+    add("--checkpoint-path", type=snapshot_path, default=Path(checkpoint_path), metavar="FILE",
         help="file of the newest snapshot (default: %(default)s)")
     add("--resume", action="store_true",
         help="go on from --checkpoint-path, with the flags of that run; typed flags override them")
@@ -467,7 +467,7 @@ def resolve_defaults(args: argparse.Namespace, processes: int = 1) -> argparse.N
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    resolve_num_steps(args, processes)
+    set_num_steps(args, processes)
     if args.min_lr is None:
         args.min_lr = args.lr / 10
     if args.min_lr > args.lr:
@@ -496,7 +496,7 @@ def check_sharded(args: argparse.Namespace, processes: int, trainer: str) -> Non
         raise UsageError("--compress-gradients: train_ddp.py can; --no-compress-gradients fits")
 
 
-def check_shared(args: argparse.Namespace, processes: int) -> None:
+def check_sequence_parallel(args: argparse.Namespace, processes: int) -> None:
     """Raise UsageError if train_sp.py cannot share each sequence among `processes` processes: each
     process needs at least one head and one token, and --compile is not supported."""
     if processes == 1:
@@ -512,7 +512,7 @@ def check_shared(args: argparse.Namespace, processes: int) -> None:
         raise UsageError("--compile: train_fsdp.py can; train_sp.py has not been tried with it")
 
 
-def resolve_num_steps(args: argparse.Namespace, processes: int, windows: int | None = None) -> None:
+def set_num_steps(args: argparse.Namespace, processes: int, windows: int | None = None) -> None:
     """Set --num-steps to the length that --num-tokens or --num-epochs gives, rounded up to whole
     steps. Then set the default of --warmup-steps, which depends on --num-steps.
 

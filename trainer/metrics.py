@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .flags import UsageError
-from .snapshot import SaveError, State, atomic_write, cannot_save, sibling_path
+from .snapshot import SaveError, State, atomic_write, describe_save_error, sibling_path
 
 
 def perplexity(loss: float) -> float:
@@ -27,7 +27,7 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-def peak_memory(device: torch.device) -> dict[str, Any]:
+def peak_memory_fields(device: torch.device) -> dict[str, Any]:
     """Return the peak memory of this process so far, as fields of a log record.
 
         peak_memory_kind: "cuda" for a GPU, else "rss".
@@ -95,7 +95,7 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
         try:
             file.write(line)
         except OSError as error:
-            raise SaveError(cannot_save(path, error, len(line))) from None
+            raise SaveError(describe_save_error(path, error, len(line))) from None
 
     return write
 
@@ -110,27 +110,30 @@ def read_metrics(path: Path) -> list[LogRecord]:
     return [record for record in records if isinstance(record, dict)]
 
 
-def logged_at(step: int, path: Path) -> LogRecord | None:
+def find_logged_record(step: int, path: Path) -> LogRecord | None:
     """Return the log record of `step` in the file `path`; None if that step was not logged."""
     records = read_metrics(path) if path.is_file() else []
     return next((r for r in records if r.get("step") == step), None)
 
 
-NEEDS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # value of --log-to -> module
+LOGGER_MODULES = {
+    "tensorboard": "torch.utils.tensorboard",
+    "wandb": "wandb",
+}  # value of --log-to -> module
 Say = Callable[[str], None]
 LogNumbers = Callable[[dict[str, float], int], object]  # logs numbers by name, for a step
 
 
 def check_logger(name: str) -> None:
     """Raise UsageError if the module that --log-to `name` needs cannot be imported."""
-    if name not in NEEDS:
+    if name not in LOGGER_MODULES:
         return
     try:
-        import_module(NEEDS[name])
+        import_module(LOGGER_MODULES[name])
     except Exception as error:  # a broken installation may raise any error
         raise UsageError(
-            f"--log-to {name}: import {NEEDS[name]} failed ({type(error).__name__}: {error}); "
-            f"pip install {name}, or --log-to none"
+            f"--log-to {name}: import {LOGGER_MODULES[name]} failed "
+            f"({type(error).__name__}: {error}); pip install {name}, or --log-to none"
         ) from None
 
 
@@ -156,7 +159,7 @@ def open_tensorboard(path: Path, identity: State, step: int, say: Say) -> LogNum
     return log
 
 
-def open_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
+def open_wandb_writer(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
     """Open a log at Weights & Biases (wandb), and return the function that logs numbers. With
     WANDB_MODE=offline, wandb writes to a folder `wandb` beside the snapshot, for a later upload.
 
@@ -187,7 +190,7 @@ def finish_wandb() -> None:
             wandb.finish()
 
 
-LOGGERS = {"tensorboard": open_tensorboard, "wandb": open_wandb}
+LOGGER_OPENERS = {"tensorboard": open_tensorboard, "wandb": open_wandb_writer}
 
 
 def open_logger(args: argparse.Namespace, identity: State, step: int, say: Say) -> Write:
@@ -217,7 +220,7 @@ def open_logger(args: argparse.Namespace, identity: State, step: int, say: Say) 
         if log:
             attempt(log, numbers, record["step"])
 
-    log = attempt(LOGGERS[args.log_to], args.checkpoint_path, identity, step, say)
+    log = attempt(LOGGER_OPENERS[args.log_to], args.checkpoint_path, identity, step, say)
     return write
 
 

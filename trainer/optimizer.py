@@ -23,14 +23,17 @@ MOMENTUM = 0.95  # for Muon
 # all singular values between 0.003 and 1 to values between 0.68 and 1.2. These values are as good
 # as 1 (Jordan, 2024).
 NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.7750, 2.0315), 5
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # as in torch
+MOMENTS_BY_OPTIMIZER = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "muon": ("momentum_buffer",),
+}  # as in torch
 # Number of elements that are updated at a time (Muon updates at least one matrix). It is small, so
 # that the temporary copies stay small beside the memory that the optimizer saves.
-AT_A_TIME = 2**22
-# A function such as OneProcess.local_shard: (full tensor, parameter) -> this process's rows.
-LocalShard = Callable[[Tensor, Tensor], Tensor]
+UPDATE_CHUNK_ELEMENTS = 2**22
+# A function such as OneProcess.shard_like: (full tensor, parameter) -> this process's rows.
+LocalShardFn = Callable[[Tensor, Tensor], Tensor]
 Groups = list[dict[str, Any]]
-LANES = 64  # elements: a multiple of the floats in a CPU's vector register
+PADDING_MULTIPLE = 64  # elements: a multiple of the floats in a CPU's vector register
 
 
 def make_optimizer(
@@ -70,7 +73,7 @@ def make_optimizer(
     # (Jordan, 2024). Hardware that only emulates bfloat16 trains in float32. There Muon's matmuls
     # are in float32, too.
     products = torch.bfloat16 if precision == torch.bfloat16 else torch.float32
-    lanes = LANES if device.type == "cpu" else 1
+    lanes = PADDING_MULTIPLE if device.type == "cpu" else 1
     return LeanOptimizer(groups, args.lr, lanes, moments, products)
 
 
@@ -87,15 +90,14 @@ class LeanOptimizer(torch.optim.Optimizer):
     A sharded parameter (a DTensor, sharded by rows) has sharded moments. The new weights of a
     sharded parameter equal those of an unsharded parameter to the bit. With float32 moments they
     also equal those of torch's AdamW to the bit, if the parameter fills whole vector registers of
-    the CPU (see `to_padded_float32`).
+    the CPU (see `to_lane_padded_float32`).
 
     Args:
         groups: parameter groups with "params" and "weight_decay", and with "rule" if the rule is
             not "adamw".
-        lr: learning rate of all groups.
-        lanes: AdamW's kernel gets a multiple of this number of elements (see `to_padded_float32`).
-        moments: dtype of the stored moments.
-        products: dtype of Muon's matmuls.
+        lr: learning rate of all groups. lanes: AdamW's kernel gets a multiple of this number of
+        elements (see `to_lane_padded_float32`). moments: dtype of the stored moments. products:
+        dtype of Muon's matmuls.
     """
 
     # Tensor () float32 on the device. If it is 1, a step changes nothing. See `update_if_finite`.
@@ -114,11 +116,11 @@ class LeanOptimizer(torch.optim.Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             for parameter in parameters:
                 if not self.state[parameter]:
-                    self.state[parameter] = first_state(parameter, group, self.moments)
+                    self.state[parameter] = initial_param_state(parameter, group, self.moments)
             if group["rule"] == "muon":  # updates matrices of the same shape as one batch
                 for shape in dict.fromkeys(p.shape for p in parameters):
                     alike = [p for p in parameters if p.shape == shape]
-                    n = max(1, AT_A_TIME // shape.numel())
+                    n = max(1, UPDATE_CHUNK_ELEMENTS // shape.numel())
                     for i in range(0, len(alike), n):
                         self.muon(alike[i : i + n], group)
             else:
@@ -129,7 +131,11 @@ class LeanOptimizer(torch.optim.Optimizer):
         """Update one parameter with AdamW, AT_A_TIME elements at a time."""
         state = self.state[parameter]
         tensors = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
-        columns = [local_tensor(t).reshape(-1).split(AT_A_TIME) for t in tensors if t is not None]
+        columns = [
+            local_tensor(t).reshape(-1).split(UPDATE_CHUNK_ELEMENTS)
+            for t in tensors
+            if t is not None
+        ]
         step = state["step"].clone()
         # Each call of the kernel adds 1 to the step count. So reset the count before each piece.
         for pieces in zip(*columns, strict=True):
@@ -140,7 +146,7 @@ class LeanOptimizer(torch.optim.Optimizer):
 
         The copies are freed when this method returns, before the copies of the next piece are made.
         """
-        copies = [to_padded_float32(piece, self.lanes) for piece in pieces]
+        copies = [to_lane_padded_float32(piece, self.lanes) for piece in pieces]
         weights, gradients, first, second = ([copy] for copy in copies)
         adamw(
             weights, gradients, first, second, [], [step],
@@ -158,11 +164,11 @@ class LeanOptimizer(torch.optim.Optimizer):
         So both rules use the same learning rate and the same weight decay (Liu et al., 2025, arXiv
         2502.16982, section 2.2).
         """
-        update = orthogonalize_rows(self.nesterov_momentum(matrices), matrices[0])
+        update = orthogonalize_shard(self.nesterov_momentum(matrices), matrices[0])
         update = update.float() * (0.2 * math.sqrt(max(matrices[0].shape)))
         for weight, change in zip(map(local_tensor, matrices), update, strict=True):
             change = (weight * group["weight_decay"]).add_(change).mul_(group["lr"])
-            weight.sub_(self.unless_skipped(change))
+            weight.sub_(self.zeros_if_skipped(change))
 
     def nesterov_momentum(self, matrices: list[Tensor]) -> Tensor:
         """Update the momenta with the gradients, and return the Nesterov momenta, (n, A, B).
@@ -177,13 +183,13 @@ class LeanOptimizer(torch.optim.Optimizer):
         # register of the CPU. In a shard an element has another place. The separate operations
         # below round once each.
         change = momenta - gradients
-        momenta -= self.unless_skipped(change.mul_(1 - MOMENTUM))
+        momenta -= self.zeros_if_skipped(change.mul_(1 - MOMENTUM))
         for moment, momentum in zip(stored, momenta, strict=True):
             moment.copy_(momentum)
         nesterov = torch.sub(momenta, gradients, out=change).mul_(MOMENTUM).add_(gradients)
         return nesterov.to(self.products)
 
-    def unless_skipped(self, change: Tensor) -> Tensor:
+    def zeros_if_skipped(self, change: Tensor) -> Tensor:
         """Return `change`, or zeros if this step is skipped.
 
         The device reads `found_inf` and decides, so Python does not wait for the device.
@@ -191,7 +197,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         return change if self.found_inf is None else change.masked_fill_(self.found_inf.bool(), 0)
 
 
-def orthogonalize_rows(rows: Tensor, like: Tensor) -> Tensor:
+def orthogonalize_shard(rows: Tensor, like: Tensor) -> Tensor:
     """Return this process's rows of the orthogonalized matrices (n, A, B).
 
     `rows`: this process's rows of the matrices. `like`: one of the parameters (A, B). If `like` is
@@ -223,7 +229,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     if exact and x.size(1) < x.size(2):
-        x = torch.bmm(product_of_factors(torch.bmm(x, x.mT)), x)
+        x = torch.bmm(newton_schulz_multiplier(torch.bmm(x, x.mT)), x)
     else:
         for _ in range(NS_STEPS):
             square = torch.bmm(x, x.mT)
@@ -232,7 +238,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x if matrices.size(1) <= matrices.size(2) else x.mT
 
 
-def product_of_factors(square: Tensor) -> Tensor:
+def newton_schulz_multiplier(square: Tensor) -> Tensor:
     """Return the matrices (n, A, A) by which all iterations together multiply x (n, A, B).
 
     `square`: x x' (n, A, A). If B > A, the product of all factors takes fewer FLOPs than one
@@ -251,7 +257,7 @@ def product_of_factors(square: Tensor) -> Tensor:
     return total
 
 
-def to_padded_float32(piece: Tensor, lanes: int) -> Tensor:
+def to_lane_padded_float32(piece: Tensor, lanes: int) -> Tensor:
     """Return a float32 copy of the 1-D `piece`, padded with zeros to a multiple of `lanes`
     elements. If `piece` is in float32 and needs no padding, return `piece` itself.
 
@@ -277,7 +283,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return getattr(tensor, "to_local", lambda: tensor)()
 
 
-def first_state(
+def initial_param_state(
     parameter: Tensor, group: dict[str, Any], moments: torch.dtype
 ) -> dict[str, Tensor]:
     """Return the state of a parameter before its first step: zero moments of the dtype `moments`,
@@ -285,7 +291,7 @@ def first_state(
     rule, state = group.get("rule", "adamw"), {}
     if rule == "adamw":
         state["step"] = torch.tensor(0.0, device=parameter.device)
-    for name in MOMENTS[rule]:
+    for name in MOMENTS_BY_OPTIMIZER[rule]:
         state[name] = torch.zeros_like(parameter, dtype=moments)
     return state
 
@@ -319,7 +325,7 @@ def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Ten
 
 @torch.no_grad()
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, saved: dict[str, Any], local_shard: LocalShard
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any], shard_like: LocalShardFn
 ) -> None:
     """Copy the moments of a saved state dict into `optimizer`, in the optimizer's own dtype.
 
@@ -329,7 +335,7 @@ def restore_optimizer(
 
     Args:
         saved: state dict of an optimizer, with full tensors.
-        local_shard: function (full tensor, parameter) -> this process's rows of the tensor.
+        shard_like: function (full tensor, parameter) -> this process's rows of the tensor.
     Raises:
         ValueError, KeyError: the state dict is that of another model or optimizer.
     """
@@ -341,13 +347,13 @@ def restore_optimizer(
         return
     parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     for param_id, (parameter, group) in zip(sum(param_ids, []), parameters, strict=True):
-        entry, state = saved["state"][param_id], first_state(parameter, group, dtype)
+        entry, state = saved["state"][param_id], initial_param_state(parameter, group, dtype)
         for name, moment in state.items():
             if name == "step":
                 moment.copy_(entry[name].reshape(()))
                 continue
             if entry[name].shape != parameter.shape or not entry[name].is_floating_point():
                 raise ValueError(f"{name} of another shape or kind")
-            # Copy: `local_shard` may return a view, which would keep the full tensor alive.
-            moment.copy_(local_shard(entry[name], parameter))
+            # Copy: `shard_like` may return a view, which would keep the full tensor alive.
+            moment.copy_(shard_like(entry[name], parameter))
         optimizer.state[parameter] = state

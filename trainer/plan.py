@@ -22,18 +22,18 @@ from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from planner import Card, Planner, StepMemory
 from planner.cards import CARDS, THIS_MACHINE, choose_card, device_type
-from planner.choose import nested_policies, pick_recompute
-from planner.formulas import count_parameters, recompute_cost, state_bytes
+from planner.choose import nested_policies, pick_fastest_fitting_step
+from planner.formulas import count_parameters, recompute_cost_key, state_bytes
 from planner.shards import state_bytes_per_rank
 
-from .bootstrap import ROOT
+from .bootstrap import PROJECT_FOLDER
 from .device import (
     MemoryBudget,
     budget_on,
     check_gather_dtype,
     choose_device,
     choose_precision,
-    is_here,
+    is_available,
     set_matmul_precision,
     total_memory,
 )
@@ -50,21 +50,24 @@ from .optimizer import make_optimizer, optimizer_name
 from .pretrained import vocabulary_of
 from .process import OneProcess
 
-Flags = argparse.Namespace
-OFFLOADED = "full+offload"
-POLICY = "use_activation_checkpoint"
-OTHER_TRAINING = (
+Args = argparse.Namespace
+OFFLOAD_POLICY = "full+offload"
+POLICY_FLAG = "use_activation_checkpoint"
+ADVICE_CHANGING_TRAINING = (
     "what changes the training: a smaller --batch-size, a shorter --seq-len, --moments-dtype "
     "bfloat16, --optimizer muon, a smaller model (--d-model, --n-layers, --vocab-size)"
 )
 # After a restart the predicted peak is at most this share of the peak that did not fit. A restart
 # takes long, so the first policy after it should fit.
-RESTART_PEAK_FRACTION = 0.75
+RESTART_SHARE_OF_FAILED_PEAK = 0.75
 
 # The costs of changes, in words for the user.
-SLOWER = "same results, some more time"
-UNCHUNKED = "never holds all logits, at about the same speed"
-SAME, MOVED = "the same sequences", "what backward needs waits in CPU memory"
+COST_OF_POLICY = "same results, some more time"
+COST_OF_CHUNKED_LOSS = "never holds all logits, at about the same speed"
+COST_OF_SMALLER_BATCH, COST_OF_OFFLOAD = (
+    "the same sequences",
+    "what backward needs waits in CPU memory",
+)
 
 # ---- flag changes, in the order of docs/planning.md ("which knob first")
 
@@ -73,7 +76,7 @@ class FlagChange(NamedTuple):
     """Flags that are changed together, and the cost of this change."""
 
     flags: dict[str, Any]  # name in args -> new value
-    cost: str  # in words
+    cost_in_words: str  # in words
 
     @property
     def command(self) -> str:
@@ -81,32 +84,33 @@ class FlagChange(NamedTuple):
         return " ".join(to_argv(self.flags))
 
 
-def suggest_change(
-    args: Flags, device_type: str, policy: str, smaller_step: StepMemory | None
+def describe_suggested_change(
+    args: Args, device_type: str, policy: str, smaller_step: StepMemory | None
 ) -> str:
     """Return, as text "FLAGS (COST)", the first change that could help after memory ran out.
 
     `policy`: the recompute policy in use, which may need less memory than the policy in `args`.
     `smaller_step`: a step with the next policy, which is predicted to need less memory; None: there
-    is no such policy. If no change keeps the training the same, the text is OTHER_TRAINING.
+    is no such policy. If no change keeps the training the same, the text is
+    ADVICE_CHANGING_TRAINING.
     """
-    in_use = {POLICY: policy} if policy != args.use_activation_checkpoint else {}
+    in_use = {POLICY_FLAG: policy} if policy != args.use_activation_checkpoint else {}
     first, *others = changes_with_same_training(with_flags(args, **in_use), device_type)
     if smaller_step is not None and not first.flags:
-        first = FlagChange({POLICY: smaller_step.config.recompute}, SLOWER)
+        first = FlagChange({POLICY_FLAG: smaller_step.config.recompute}, COST_OF_POLICY)
     change = next((change for change in (first, *others) if change.flags), None)
     if change is None:
-        return OTHER_TRAINING
-    return f"{' '.join(to_argv(in_use | change.flags))} ({change.cost})"
+        return ADVICE_CHANGING_TRAINING
+    return f"{' '.join(to_argv(in_use | change.flags))} ({change.cost_in_words})"
 
 
-def settings(args: Flags) -> str:
+def describe_memory_flags(args: Args) -> str:
     """Return the flags that a step's memory depends on most, as text."""
     policy = args.use_activation_checkpoint
     return f"--batch-size {args.batch_size} --seq-len {args.seq_len}, recompute {policy}"
 
 
-def smaller_batches(args: Flags) -> list[dict[str, int]]:
+def smaller_batches(args: Args) -> list[dict[str, int]]:
     """Return a list of flags that split the sequences of a step into smaller micro-batches.
 
     Each entry divides --batch-size by n and multiplies --grad-accum-steps by n. The entry with the
@@ -117,21 +121,21 @@ def smaller_batches(args: Flags) -> list[dict[str, int]]:
     return [{"batch_size": size // n, "grad_accum_steps": steps * n} for n in divisors]
 
 
-def changes_with_same_training(args: Flags, device_type: str) -> Iterator[FlagChange]:
+def changes_with_same_training(args: Args, device_type: str) -> Iterator[FlagChange]:
     """Yield changes that keep the training the same, the cheapest first.
 
     A caller combines each change with the best recompute policy for it. The first change may have
     no flags. Then the caller changes the policy alone.
     """
     chunked_loss = {"loss_chunks": 0} if args.loss_chunks == 1 else {}
-    yield FlagChange(chunked_loss, UNCHUNKED if chunked_loss else SLOWER)
+    yield FlagChange(chunked_loss, COST_OF_CHUNKED_LOSS if chunked_loss else COST_OF_POLICY)
     batches = smaller_batches(args)
     for batch in batches:
-        yield FlagChange(chunked_loss | batch, SAME)
+        yield FlagChange(chunked_loss | batch, COST_OF_SMALLER_BATCH)
     if device_type == "cuda" and not recompute_plan_of(args).offload:
         for batch in [{}, *batches]:
-            cost = f"{SAME}, {MOVED}" if batch else MOVED
-            yield FlagChange(chunked_loss | {POLICY: OFFLOADED} | batch, cost)
+            cost = f"{COST_OF_SMALLER_BATCH}, {COST_OF_OFFLOAD}" if batch else COST_OF_OFFLOAD
+            yield FlagChange(chunked_loss | {POLICY_FLAG: OFFLOAD_POLICY} | batch, cost)
 
 
 # ---- the request
@@ -143,8 +147,8 @@ def make_planner(
     device: torch.device,
     precision: torch.dtype,
     ddp: bool = False,
-    shards: int = 1,
-    sharing: int = 1,
+    shard_degree: int = 1,
+    sp_degree: int = 1,
 ) -> Planner:
     """Return the planner of the run that the flags describe.
 
@@ -156,21 +160,21 @@ def make_planner(
     Raises:
         UsageError: `check_gather_dtype` refuses the flags.
     """
-    if shards > 1:
+    if shard_degree > 1:
         check_gather_dtype(args, precision)
     return Planner(
         config,
         args.seq_len,
         precision=precision,
         make_optimizer=partial(make_optimizer, args=args, device=device, precision=precision),
-        clip=OneProcess(device).clip_gradients,
+        clip_gradients=OneProcess(device).clip_gradients,
         device_type=device.type,
-        accumulate=args.grad_accum_steps > 1,
+        accumulates_gradients=args.grad_accum_steps > 1,
         ddp=ddp,
-        compress=ddp and args.compress_gradients,
-        shard_degree=shards,
-        sp_degree=sharing,
-        gather_in_low=shards > 1 and args.gather_dtype == "bfloat16",
+        compress_gradients=ddp and args.compress_gradients,
+        shard_degree=shard_degree,
+        sp_degree=sp_degree,
+        gather_in_bfloat16=shard_degree > 1 and args.gather_dtype == "bfloat16",
     )
 
 
@@ -181,7 +185,7 @@ class PlanRequest:
     args: argparse.Namespace
     vocab_size: int
     device: torch.device  # need not exist on this machine
-    precision: torch.dtype
+    compute_dtype: torch.dtype
     memory_budget: MemoryBudget = MemoryBudget(None, "cpu")
     # Policies are ranked by their predicted time on this card. None: by their recomputed FLOPs.
     card: Card | None = None
@@ -212,7 +216,7 @@ class PlanRequest:
         key = replace(config, recompute="none"), args.seq_len, optimizer, *layout
         if key not in self.planner_cache:
             self.on_simulate()
-            planner = make_planner(args, config, self.device, self.precision, *layout)
+            planner = make_planner(args, config, self.device, self.compute_dtype, *layout)
             planner.on_simulate, self.planner_cache[key] = self.on_simulate, planner
         return self.planner_cache[key]
 
@@ -257,12 +261,14 @@ class PlanRequest:
     def fits(self) -> bool:
         return self.args.batch_size <= self.largest_batch
 
-    def pick_recompute(self) -> StepMemory:
+    def step_with_best_policy(self) -> StepMemory:
         """Return a step with the fastest policy that fits. If no policy fits, return a step with
         the policy that has the smallest peak."""
-        return pick_recompute(self.planner, self.args.batch_size, self.usable_bytes, self.card)
+        return pick_fastest_fitting_step(
+            self.planner, self.args.batch_size, self.usable_bytes, self.card
+        )
 
-    def pick_fitting(self) -> StepMemory | None:
+    def fastest_fitting_step(self) -> StepMemory | None:
         """Return a step with the fastest policy that fits, or None if no policy fits.
 
         No policy fits if `full` and nested groups do not fit, because these have the smallest
@@ -276,32 +282,35 @@ class PlanRequest:
             self.with_args(with_flags(self.args, use_activation_checkpoint=name))
             for name in policies
         )
-        return self.pick_recompute() if any(request.fits for request in requests) else None
+        return self.step_with_best_policy() if any(request.fits for request in requests) else None
 
-    def describe_smaller_batches(self, step: StepMemory) -> str:
+    def advise_smaller_batch(self, step: StepMemory) -> str:
         """Return text on the largest smaller micro-batch with which a step fits without recompute.
 
         The text compares this micro-batch with `step`: "4 x 4 sequences with none: 5 % faster
         (...)". Without a card the text says only that the same sequences fit. Return "" if no
         smaller micro-batch fits, or if it is not faster.
         """
-        replays_products = recompute_cost(step.config, step.seq_len)[0] > 0
+        replays_products = recompute_cost_key(step.config, step.seq_len)[0] > 0
         if step.config.recompute == "none" or not (self.card or replays_products):
             # Without a card no time is known. If `step` recomputes no matrix product, `none` saves
             # little time, and the smaller matrix products may cost more.
             return ""
         for batch in smaller_batches(self.args):
-            flags = {POLICY: "none"} | batch
+            flags = {POLICY_FLAG: "none"} | batch
             request = self.with_args(with_flags(self.args, **flags))
             if request.fits:
                 text = f"{batch['grad_accum_steps']} x {batch['batch_size']} sequences with none"
                 faster = self.seconds(step) / request.seconds(request.step) - 1 if self.card else 0
                 speed = f": {100 * faster:.0f} % faster" if self.card else " fit as well"
                 is_worth_it = faster > 0.005 or not self.card
-                return f"{text}{speed} ({FlagChange(flags, SAME).command})" * is_worth_it
+                return (
+                    f"{text}{speed} ({FlagChange(flags, COST_OF_SMALLER_BATCH).command})"
+                    * is_worth_it
+                )
         return ""
 
-    def fitting_change(self) -> tuple[str, FlagChange | None]:
+    def advice_and_change(self) -> tuple[str, FlagChange | None]:
         """Return the cheapest change that makes a step fit and keeps the training the same.
 
         The result is (text for the user, change). The change has the fastest policy that fits with
@@ -319,13 +328,13 @@ class PlanRequest:
                 f"that tensors may take{advice}: "
             )
         for change in [] if reason else changes_with_same_training(self.args, self.device.type):
-            step = self.with_args(with_flags(self.args, **change.flags)).pick_fitting()
+            step = self.with_args(with_flags(self.args, **change.flags)).fastest_fitting_step()
             if step is None:
                 continue
-            flags = {POLICY: step.config.recompute} | change.flags
-            fitting = FlagChange(flags, change.cost)
-            return f"{fitting.command} fits ({fitting.cost})", fitting
-        return f"{reason}try {OTHER_TRAINING}", None
+            flags = {POLICY_FLAG: step.config.recompute} | change.flags
+            fitting = FlagChange(flags, change.cost_in_words)
+            return f"{fitting.command} fits ({fitting.cost_in_words})", fitting
+        return f"{reason}try {ADVICE_CHANGING_TRAINING}", None
 
     @property
     def replicas(self) -> int:
@@ -381,7 +390,7 @@ def make_request(
             raise UsageError(f"--device {args.device}: {args.card} is {kind}; leave --device out")
         # GPUs before Ampere multiply float16 faster than bfloat16.
         native = named_card.flops[1] >= named_card.flops[2]
-    elif not is_here(kind) and args.card is None:
+    elif not is_available(kind) and args.card is None:
         native = True
     if native is None:
         device = choose_device(kind)
@@ -429,10 +438,10 @@ class MemoryPlan(NamedTuple):
     config: MiniGPTConfig  # with the policy that `auto` has chosen
     words: str  # text for the user
     # Peak bytes of the planned step, and of a step without recompute; None: the prediction failed.
-    peaks: tuple[int, int] | None
-    next_smaller_step: Callable[
+    planned_and_plain_peaks: tuple[int, int] | None
+    find_smaller_step: Callable[
         ..., StepMemory | None
-    ]  # the function `next_smaller_step` below, for this run's request
+    ]  # the function `step_with_deeper_recompute` below, for this run's request
 
 
 class PredictedOutOfMemory(MemoryError):
@@ -464,28 +473,28 @@ def plan_memory(
     # All processes rank policies by the card of rank 0. If all processes must have the same policy,
     # the plan is for the smallest of their budgets.
     card = process.all_gather_object(
-        process.run_on_rank0(lambda: choose_card(args, process.device))
+        process.run_on_rank0_only(lambda: choose_card(args, process.device))
     )[0]
     n, local_world_size = process.processes_on_device, process.local_world_size
     budget = budget_on(process.device, args.memory_budget, n, held, local_world_size)
-    if not process.has_own_policy:
+    if not process.has_own_recompute_policy:
         budget = min(process.all_gather_object(budget), key=lambda budget: budget.limit_bytes or 0)
     n, shards, ddp = process.world_size, process.shard_degree, process.gradients_persist
     common = args, config.vocab_size, process.device, precision, budget, card
     request = PlanRequest(*common, ddp, n, shards, process.sp_degree)
-    chooses_alone = args.use_activation_checkpoint == AUTO and process.has_own_policy
+    chooses_alone = args.use_activation_checkpoint == AUTO and process.has_own_recompute_policy
     plan_locally = partial(plan_on_this_rank, request, process, config)
     plan = (
         process.run_on_all_ranks(plan_locally)
         if chooses_alone
-        else process.all_gather_object(process.run_on_rank0(plan_locally))[0]
+        else process.all_gather_object(process.run_on_rank0_only(plan_locally))[0]
     )
     assert plan
     config, words, peaks = plan
     policies = process.all_gather_object(config.recompute)
     if len(set(policies)) > 1:
         words += f"\nmemory   each process has a policy of its own, by rank: {', '.join(policies)}"
-    return MemoryPlan(config, words, peaks, partial(next_smaller_step, request))
+    return MemoryPlan(config, words, peaks, partial(step_with_deeper_recompute, request))
 
 
 def plan_on_this_rank(
@@ -498,17 +507,17 @@ def plan_on_this_rank(
     """
     words, card = "", request.card
     if request.args.use_activation_checkpoint == AUTO:
-        chosen = choose_recompute(request)
+        chosen = choose_fitting_step(request)
         config = chosen.config
         criterion = f"the least time (predicted for {card.name})" if card else "the least recompute"
         words = f"auto takes {config.recompute}: {criterion} that fits in {request.memory_budget}"
         words += "\nmemory   "
-        if advice := request.describe_smaller_batches(chosen):
+        if advice := request.advise_smaller_batch(chosen):
             words += f"{advice}\nmemory   "
-    if failed := process.last_out_of_memory():
+    if failed := process.last_out_of_memory_policy():
         config = config_after_restart(request, config, failed)
         words += f"memory ran out with {failed}; it goes on with {config.recompute}\nmemory   "
-    prediction, peaks = predict_peak(request, process, config)
+    prediction, peaks = predict_and_describe_peaks(request, process, config)
     return config, words + prediction, peaks
 
 
@@ -517,14 +526,16 @@ def config_after_restart(request: PlanRequest, config: MiniGPTConfig, failed: st
     policy `failed`. If no policy needs less memory, or planning fails, keep `failed`."""
     policy, step = failed, partial(request.planner.step, request.args.batch_size)
     with suppress(Exception):
-        if smaller := next_smaller_step(request, failed, share=RESTART_PEAK_FRACTION):
+        if smaller := step_with_deeper_recompute(
+            request, failed, share=RESTART_SHARE_OF_FAILED_PEAK
+        ):
             policy = smaller.config.recompute
         # `auto` may have chosen a policy that needs even less memory: the policy of `config`.
         policy = min(policy, config.recompute, key=lambda name: step(recompute=name).peak)
     return replace(config, recompute=policy)
 
 
-def next_smaller_step(
+def step_with_deeper_recompute(
     request: PlanRequest, policy: str, seen: int | None = None, share: float = 1.0
 ) -> StepMemory | None:
     """Return a step whose policy is predicted to need less memory than `policy`, which did not fit.
@@ -542,31 +553,31 @@ def next_smaller_step(
     planner, batch_size, kind = request.planner, request.args.batch_size, request.device.type
     failed = planner.step(batch_size, recompute=policy).peak
     budget = MemoryBudget(int(share * min(failed, seen or failed)), kind).usable_bytes or 0
-    fastest = pick_recompute(planner, batch_size, budget, request.card).config.recompute
+    fastest = pick_fastest_fitting_step(planner, batch_size, budget, request.card).config.recompute
     policies = [fastest] + ["full+offload"] * (kind == "cuda")
     steps = (planner.step(batch_size, recompute=name) for name in policies)
     return next((step for step in steps if step.peak < failed), None)
 
 
-def choose_recompute(request: PlanRequest) -> StepMemory:
+def choose_fitting_step(request: PlanRequest) -> StepMemory:
     """Return a step with the policy that `auto` chooses. Raises UsageError if no policy fits; its
     message names a change that would fit."""
     if request.memory_budget.limit_bytes is None:
         raise UsageError("--memory-budget: this system does not tell what is free")
     budget, smallest = request.memory_budget, f"above {format_bytes(request.state_bytes)}"
     if request.state_bytes < request.usable_bytes:
-        step = request.pick_recompute()
+        step = request.step_with_best_policy()
         if step.peak <= request.usable_bytes:
             return step
         smallest = f"{format_bytes(step.peak)} ({step.config.recompute})"
     typed = f"--use-activation-checkpoint {request.args.use_activation_checkpoint}"
     raise UsageError(
         f"{typed if budget.is_free else '--memory-budget'}: tensors may take {budget}, but the "
-        f"smallest peak is {smallest}; {request.fitting_change()[0]}"
+        f"smallest peak is {smallest}; {request.advice_and_change()[0]}"
     )
 
 
-def predict_peak(
+def predict_and_describe_peaks(
     request: PlanRequest, process: OneProcess, config: MiniGPTConfig
 ) -> tuple[str, tuple[int, int] | None]:
     """Return (text with warnings, peaks): the memory that a step is predicted to need.
@@ -580,28 +591,28 @@ def predict_peak(
             request.planner.step(request.args.batch_size, recompute=policy)
             for policy in (config.recompute, "none")
         )
-        note = request.planner.note
+        note = request.planner.inaccuracy_note
         words = describe_plan(step, plain) + (note and f"\nnote     {note}")
         words += check_memory(request, process, step.peak)
         host_bytes = request.memory_budget.host_usable_bytes
         if host_bytes is not None and step.host_bytes > host_bytes:
-            limit = f"may take {format_bytes(host_bytes)}; {request.fitting_change()[0]}"
+            limit = f"may take {format_bytes(host_bytes)}; {request.advice_and_change()[0]}"
             need = f"each process needs {format_bytes(step.host_bytes)} of CPU memory for +offload"
             words += f"\nwarning  {need}, and {limit}"
         return words, (step.peak, plain.peak)
     except PredictedOutOfMemory:
         raise
     except Exception as error:  # a failed prediction must not stop training
-        failure = f"{type(error).__name__} at {code_line_of(error)}"
+        failure = f"{type(error).__name__} at {error_location(error)}"
         return f"the peak could not be predicted ({failure})", None
 
 
-def code_line_of(error: Exception) -> str:
+def error_location(error: Exception) -> str:
     """Return the innermost line of this project in the error's traceback, as "FILE:LINE"."""
     lines = [  # (leave out the planner's OpRecorder: its `__torch_dispatch__` wraps all operators)
-        f"{frame.filename[len(ROOT) + 1 :]}:{frame.lineno}"
+        f"{frame.filename[len(PROJECT_FOLDER) + 1 :]}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename.startswith(ROOT + os.sep)
+        if frame.filename.startswith(PROJECT_FOLDER + os.sep)
         and not frame.filename.startswith(torch.__path__[0])  # torch may be inside ROOT
         and frame.name != "__torch_dispatch__"
     ]
@@ -635,9 +646,10 @@ def check_memory(request: PlanRequest, process: OneProcess, needed: int) -> str:
         full = replace(budget, limit_bytes=limit)
         raise PredictedOutOfMemory(
             f"out of memory before the first step: {need}, {capacity}; with "
-            f"{settings(request.args)}; {replace(request, memory_budget=full).fitting_change()[0]}"
+            f"{describe_memory_flags(request.args)}; "
+            f"{replace(request, memory_budget=full).advice_and_change()[0]}"
         )
     if needed <= budget.usable_bytes:
         return ""
-    change = request.fitting_change()[0]
+    change = request.advice_and_change()[0]
     return f"\nwarning  {need}, but tensors may take {budget}; {capacity} in all; {change}"

@@ -3,8 +3,8 @@ folder with a GPT-2 in the format of Hugging Face's transformers.
 
 MiniGPT has the same tensors as GPT-2. Only the names of the tensors differ, and the matrices of the
 blocks are transposed, because transformers uses TensorFlow's layout ("Conv1D"). A variant of GPT-2
-that MiniGPT cannot compute is rejected (see `GPT2_ALONE`). To read a folder, the package
-safetensors is needed, but not transformers.
+that MiniGPT cannot compute is rejected (see `SUPPORTED_GPT2_SETTINGS`). To read a folder, the
+package safetensors is needed, but not transformers.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from data.tokenizer_json import read_folder
 from model import MiniGPT, MiniGPTConfig
 
 from .flags import MAX_SIZES, UsageError, flag, is_size
-from .optimizer import LocalShard
+from .optimizer import LocalShardFn
 from .snapshot import LoadedSnapshot, SnapshotError, check_shapes, peek, read_snapshot
 
 # Flags that get their values from the config of the weights.
@@ -35,7 +35,7 @@ SHAPE_FLAGS = "n_layers n_heads d_model d_ff max_position_embeddings".split()
 
 # (name of a size in config.json, its name in MiniGPT, its default). The defaults are GPT-2's. (A
 # default of None for n_inner means 4 x n_embd.)
-SIZES = [
+CONFIG_JSON_SIZES = [
     ("vocab_size", "vocab_size", 50257),
     ("n_positions", "max_position_embeddings", 1024),
     ("n_layer", "n_layers", 12),
@@ -45,7 +45,7 @@ SIZES = [
 ]
 # Setting in config.json -> the values with which transformers' GPT-2 computes the same as MiniGPT.
 # The first value is the default.
-GPT2_ALONE: dict[str, tuple[Any, ...]] = {
+SUPPORTED_GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
@@ -55,16 +55,17 @@ GPT2_ALONE: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True,),
 }
 # First part of a tensor's name: in transformers -> in MiniGPT. (In files of GPT2LMHeadModel, names
-# begin with "transformer.", which `open_folder` removes.)
+# begin with "transformer.", which `read_transformers_folder` removes.)
 OURS = {"wte": "token_embedding", "wpe": "position_embedding", "h": "blocks"}
-THEIRS = {ours: theirs for theirs, ours in OURS.items()}
+MINIGPT_TO_TRANSFORMERS = {ours: theirs for theirs, ours in OURS.items()}
 # Ends of the names of causal masks. Older files also store the mask of each block.
 MASKS = (".attn.bias", ".attn.masked_bias")
 
 
-def renamed(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
+def renamed_and_transposed(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
     """Return `tensors` under other names. With `names` = OURS, names of transformers become names
-    of MiniGPT; with THEIRS, the reverse. Example: `h.3.ln_1.bias` <-> `blocks.3.ln_1.bias`.
+    of MiniGPT; with MINIGPT_TO_TRANSFORMERS, the reverse. Example: `h.3.ln_1.bias` <->
+    `blocks.3.ln_1.bias`.
 
     The matrices of a block are returned as transposed views: they are (in, out) in transformers,
     and (out, in) in MiniGPT.
@@ -77,13 +78,13 @@ def renamed(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tens
     return result
 
 
-def open_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokenizer]:
+def read_transformers_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokenizer]:
     """Read a transformers folder. Return config, weights by MiniGPT's names, and tokenizer.
 
     The weights are memory-mapped from the file: do not write to them. Raises DataError if the
     folder is incomplete or its model is not a MiniGPT.
     """
-    config, tensors = read_config(folder), read_weights(folder)
+    config, tensors = read_config(folder), read_safetensors(folder)
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(MASKS)}
     head = weights.pop("lm_head.weight", None)
@@ -97,7 +98,7 @@ def open_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokeniz
             f"{folder} holds no tokenizer.json, and no vocab.json with merges.txt; with "
             f"{config.vocab_size:,} ids it is not GPT-2's own either"
         )
-    return config, renamed(weights, OURS), tokenizer
+    return config, renamed_and_transposed(weights, OURS), tokenizer
 
 
 def read_config(folder: Path) -> MiniGPTConfig:
@@ -105,12 +106,12 @@ def read_config(folder: Path) -> MiniGPTConfig:
     --dropout. Raises DataError."""
     with errors_as_data_errors(folder / "config.json", "configuration of a model"):
         content = {"model_type": None} | json.loads((folder / "config.json").read_bytes())
-        for name, allowed in GPT2_ALONE.items():
+        for name, allowed in SUPPORTED_GPT2_SETTINGS.items():
             if content.get(name, allowed[0]) not in allowed:
                 raise DataError(
                     f"{name} is {content[name]!r}; MiniGPT is GPT-2 with {allowed[0]!r}"
                 )
-        sizes = {ours: content.get(theirs, default) for theirs, ours, default in SIZES}
+        sizes = {ours: content.get(theirs, default) for theirs, ours, default in CONFIG_JSON_SIZES}
         return make_config(sizes | {"d_ff": sizes["d_ff"] or 4 * sizes["d_model"], "dropout": 0.0})
 
 
@@ -141,7 +142,7 @@ def import_safetensors() -> ModuleType:
     return safetensors
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
+def read_safetensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of model.safetensors, memory-mapped: the disk is read only for tensors
     that are used. Do not write to the tensors. Raises DataError."""
     path = folder / "model.safetensors"
@@ -170,15 +171,15 @@ class Pretrained:
     config: MiniGPTConfig
     tokenizer: Tokenizer
     weights: dict[str, Tensor]  # by MiniGPT's names, on the CPU, in any float dtype
-    about: str  # where the weights come from, in words
+    description: str  # where the weights come from, in words
     checksum: int  # equal weights have equal checksums
 
     @torch.no_grad()
-    def fill(self, model: nn.Module, local_shard: LocalShard) -> None:
-        """Copy the weights into a model of the same shape, in the model's dtype. `local_shard(full,
+    def fill(self, model: nn.Module, shard_like: LocalShardFn) -> None:
+        """Copy the weights into a model of the same shape, in the model's dtype. `shard_like(full,
         weight)` returns this process's rows of a full tensor."""
         for name, weight in model.state_dict().items():
-            weight.copy_(local_shard(self.weights[name].float(), weight))
+            weight.copy_(shard_like(self.weights[name].float(), weight))
 
     def make_model(self, device: torch.device) -> MiniGPT:
         """Return a model with these weights, in evaluation mode and in float32."""
@@ -188,14 +189,14 @@ class Pretrained:
         return model.eval()
 
 
-Origin = LoadedSnapshot | Pretrained | None  # source of a run's weights; None: random
+WeightSource = LoadedSnapshot | Pretrained | None  # source of a run's weights; None: random
 
 
 def open_pretrained(path: Path) -> Pretrained:
     """Read weights from a snapshot or from a transformers folder, and check them. Raises
     SnapshotError or DataError."""
     if os.path.isdir(path):  # (Path.is_dir raises an error for a very long name)
-        config, weights, tokenizer = open_folder(path)
+        config, weights, tokenizer = read_transformers_folder(path)
         about = "as transformers writes them"
     elif os.path.exists(path):
         state = read_snapshot(path)
@@ -214,10 +215,12 @@ def open_pretrained(path: Path) -> Pretrained:
             f"{tokenizer.vocab_size:,}; in transformers "
             f"model.resize_token_embeddings({tokenizer.vocab_size}) makes them fit"
         )
-    return Pretrained(path, config, tokenizer, weights, about, check_weights(path, config, weights))
+    return Pretrained(
+        path, config, tokenizer, weights, about, check_and_hash_weights(path, config, weights)
+    )
 
 
-def check_weights(path: Path, config: MiniGPTConfig, weights: dict[str, Tensor]) -> int:
+def check_and_hash_weights(path: Path, config: MiniGPTConfig, weights: dict[str, Tensor]) -> int:
     """Return the checksum of the weights. Raises SnapshotError if a name or a shape differs from
     the model of `config`, or if a weight is NaN or infinite."""
     with torch.device("meta"):
@@ -233,7 +236,7 @@ def check_weights(path: Path, config: MiniGPTConfig, weights: dict[str, Tensor])
     return checksum
 
 
-def load_model(path: Path, device: torch.device) -> tuple[MiniGPT, Tokenizer]:
+def load_model_and_tokenizer(path: Path, device: torch.device) -> tuple[MiniGPT, Tokenizer]:
     """Return the model of a snapshot or of a transformers folder, in evaluation mode, and its
     tokenizer. Raises SnapshotError or DataError."""
     source = open_pretrained(path)

@@ -30,9 +30,9 @@ class OneProcess:
     script = "train_minimal.py"
     rank, world_size = 0, 1
     gradients_persist = False  # gradients stay allocated after the update (the planner reads this)
-    has_own_policy = True  # each process may have its own recompute policy
+    has_own_recompute_policy = True  # each process may have its own recompute policy
     # True if gradients are sent during backward. Then backward cannot be repeated, so the first
-    # steps are rehearsed: see `retry_with_less_memory`. (With shards this is False: even forward
+    # steps are rehearsed: see `retry_on_out_of_memory`. (With shards this is False: even forward
     # cannot be repeated, so a rehearsal would not help.)
     rehearses_first_steps = False
     local_world_size = 1  # number of processes on this machine
@@ -77,14 +77,14 @@ class OneProcess:
         several processes.
         """
 
-    def materialize(self, model: MiniGPT) -> None:
+    def allocate_parameters(self, model: MiniGPT) -> None:
         """Allocate the memory of a model on device "meta" (where tensors have only shapes).
 
         The values of its parameters are undefined until other code fills them in.
         """
         model.to_empty(device=self.device)
 
-    def local_shard(self, whole: Tensor, like: Tensor) -> Tensor:
+    def shard_like(self, whole: Tensor, like: Tensor) -> Tensor:
         """Return this rank's rows of the tensor `whole`, sharded like the parameter `like`.
 
         A single process has all rows, so it returns `whole` itself.
@@ -95,11 +95,11 @@ class OneProcess:
         """Return the module that the loop calls: `model`, or a wrapper around it."""
         return model
 
-    def gradient_sync(self, now: bool) -> AbstractContextManager[Any]:
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
         """Return a context for forward *and* backward of a micro-batch.
 
-        If `now`, backward averages the gradients over all processes. Otherwise each process sums
-        its own gradients.
+        If `enabled`, backward averages the gradients over all processes. Otherwise each process
+        sums its own gradients.
         """
         return nullcontext()
 
@@ -143,17 +143,17 @@ class OneProcess:
         """Return True if this process can repeat forward and backward without the others."""
         return True
 
-    def remember_out_of_memory(self, policy: str) -> None:
+    def remember_out_of_memory_policy(self, policy: str) -> None:
         """Store `policy`, with which memory ran out, for the processes that torchrun starts next.
 
         A single process without torchrun is not started again, so it stores nothing.
         """
 
-    def last_out_of_memory(self) -> str:
-        """Return the policy that `remember_out_of_memory` stored; "" if it stored none."""
+    def last_out_of_memory_policy(self) -> str:
+        """Return the policy that `remember_out_of_memory_policy` stored; "" if it stored none."""
         return ""
 
-    def all_reduce_sum(self, values: list[float]) -> list[float]:
+    def sum_over_replicas(self, values: list[float]) -> list[float]:
         """Return the sum of each value over all processes."""
         return [sum(column) for column in zip(*self.all_gather_object(values), strict=True)]
 
@@ -165,7 +165,7 @@ class OneProcess:
         """Return a list with the `mine` of each process, in the order of the ranks."""
         return [mine]
 
-    def run_on_rank0(self, act: Callable[[], T]) -> T | None:
+    def run_on_rank0_only(self, act: Callable[[], T]) -> T | None:
         """Call `act` on rank 0 only; return its result there, and None on other ranks.
 
         Raises the errors of `run_on_all_ranks`, on all ranks.
@@ -190,7 +190,7 @@ class OneProcess:
             raise own_error or first_error
         return result
 
-    def full_state_dict(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def full_state_dicts(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state dicts of model and optimizer, with whole tensors, for a snapshot.
 
         All processes must call this together. Rank 0 writes the result to a file. On other ranks
@@ -211,7 +211,7 @@ class OneProcess:
         """Print a line about this process alone. With several processes, add its rank."""
         OneProcess.print0(self, f"{line} (rank {self.rank})" if self.world_size > 1 else line)
 
-    def progress_message(self, message: str) -> AbstractContextManager[Any]:
+    def showing_message(self, message: str) -> AbstractContextManager[Any]:
         """Return a context for a long task; a terminal shows `message` until the context ends."""
         hide = None if self.rank == 0 else True  # None: tqdm shows it only if stderr is a terminal
         return tqdm(desc=message, bar_format="{desc} ...", leave=False, disable=hide)

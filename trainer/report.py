@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model import MiniGPTConfig
 
-from .bootstrap import ALLOCATOR
+from .bootstrap import ALLOCATOR_VARIABLES
 from .flags import to_argv, tokens_per_step
 from .metrics import (
     format_bytes,
@@ -22,15 +22,15 @@ from .metrics import (
     format_loss,
     format_time,
     format_validation,
-    peak_memory,
+    peak_memory_fields,
     perplexity,
 )
-from .pretrained import Origin, Pretrained
-from .resume import changes, data_changed, validation_key
+from .pretrained import Pretrained, WeightSource
+from .resume import data_changed, describe_changes, validation_key
 from .run import Run
-from .snapshot import LoadedSnapshot, archived_path, files_of, sibling_path
+from .snapshot import LoadedSnapshot, archived_path, paths_of_run, sibling_path
 
-SILENCE = 30  # seconds; longest time without a log line if there is no progress bar
+MAX_SILENCE_SECONDS = 30  # seconds; longest time without a log line if there is no progress bar
 
 
 def describe_model(config: MiniGPTConfig) -> str:
@@ -41,7 +41,7 @@ def describe_model(config: MiniGPTConfig) -> str:
     )
 
 
-def describe_run(run: Run, plan: str, origin: Origin) -> str:
+def describe_run(run: Run, plan: str, origin: WeightSource) -> str:
     """Return the first lines of a run: data, model, device, batch, memory, and the source of its
     weights.
 
@@ -50,18 +50,19 @@ def describe_run(run: Run, plan: str, origin: Origin) -> str:
     """
     args, config, process = run.args, run.model.config, run.process
     n_parameters = sum(p.numel() for p in run.model.parameters())
-    epochs = run.train_batches.epoch(args.num_steps * run.micro_batches_per_step)
+    epochs = run.train_batches.epoch(args.num_steps * run.global_micro_batches_per_step)
     tokens = args.num_steps * tokens_per_step(args, process.replicas)
     lines = [
         f"data     {run.data.description}",
         f"model    {n_parameters:,} parameters: {describe_model(config)}",
         f"device   {process.world_size} x {describe_device(run)}",
-        f"batch    {run.micro_batches_per_step} x {args.batch_size} sequences of {args.seq_len} "
-        f"tokens a step, {args.num_steps:,} steps, {tokens:,} tokens, {epochs:.2f} epochs",
+        f"batch    {run.global_micro_batches_per_step} x {args.batch_size} sequences of "
+        f"{args.seq_len} tokens a step, {args.num_steps:,} steps, {tokens:,} tokens, "
+        f"{epochs:.2f} epochs",
         f"memory   {plan}",
     ]
     if isinstance(origin, Pretrained):
-        lines.insert(2, f"weights  {origin.path}, {origin.about}")
+        lines.insert(2, f"weights  {origin.path}, {origin.description}")
     on_cpu = process.device.type == "cpu"
     if on_cpu and config.vocab_size == 50257 and args.tokenizer_name is None:
         lines.append(
@@ -76,9 +77,7 @@ def describe_run(run: Run, plan: str, origin: Origin) -> str:
     if args.compile:
         lines.append("compile  the first step waits for the compiler, a minute or more")
     more = (
-        describe_resumed(run, origin)
-        if isinstance(origin, LoadedSnapshot)
-        else describe_archived(run)
+        resume_lines(run, origin) if isinstance(origin, LoadedSnapshot) else archive_note_lines(run)
     )
     return "\n".join(lines + more)
 
@@ -88,38 +87,40 @@ def describe_device(run: Run) -> str:
     bfloat16"."""
     device, hardware = run.process.device, ""
     if device.type == "cuda":
-        settings = [f"; {name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ]
+        settings = [
+            f"; {name}={os.environ[name]}" for name in ALLOCATOR_VARIABLES if name in os.environ
+        ]
         hardware = f" ({torch.cuda.get_device_name(device)}{''.join(settings)})"
     elif device.type == "cpu":
-        threads = run.run_info["threads"]
+        threads = run.run_identity["threads"]
         hardware = f" ({threads} thread{'s' * (threads > 1)}; another number rounds sums otherwise)"
-    in_tf32 = run.args.tf32 and device.type == "cuda" and run.precision == torch.float32
-    precision = str(run.precision).removeprefix("torch.") + ", matmuls in TF32" * in_tf32
+    in_tf32 = run.args.tf32 and device.type == "cuda" and run.compute_dtype == torch.float32
+    precision = str(run.compute_dtype).removeprefix("torch.") + ", matmuls in TF32" * in_tf32
     return f"{device.type}{hardware}, {precision}"
 
 
-def describe_archived(run: Run) -> list[str]:
+def archive_note_lines(run: Run) -> list[str]:
     """Return a list with one line: the new name of the files that an older run has left at the same
     path. Return [] if there is no older run."""
     path = run.args.checkpoint_path
     archived = archived_path(path)
     if archived is None:
         return []
-    pairs = zip(files_of(path), files_of(archived), strict=True)
+    pairs = zip(paths_of_run(path), paths_of_run(archived), strict=True)
     old, new = next((old, new) for old, new in pairs if os.path.lexists(old))
-    resumable = old in files_of(path)[:3]
+    resumable = old in paths_of_run(path)[:3]
     hint = f"; to go on with that one: {resume_command(run, archived)}" if resumable else ""
     return [f"note     {old} is of another run and becomes {new}{hint}"]
 
 
-def describe_resumed(run: Run, origin: LoadedSnapshot) -> list[str]:
+def resume_lines(run: Run, origin: LoadedSnapshot) -> list[str]:
     """Return lines about a resumed run: its snapshot, its step, and what has changed since the
     save."""
-    lines = [f"resume   {origin.why}"] if origin.why else []
+    lines = [f"resume   {origin.fallback_reason}"] if origin.fallback_reason else []
     lines.append(f"resume   {origin.path}, step {run.step:,}")
-    saved, now = origin.state, run.run_info
+    saved, now = origin.state, run.run_identity
     if run.step < run.args.num_steps:  # with no step left, no change has an effect
-        if changed := changes(saved, now):
+        if changed := describe_changes(saved, now):
             lines.append(f"resume   changed, from here on: {', '.join(changed)}")
         if data_changed(saved, now):
             lines.append(
@@ -154,7 +155,7 @@ def generate_command(run: Run) -> str:
     return shlex.join(["python", *tool, *flags])
 
 
-def make_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
+def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     """Return the log record of the step that has just ended. Its times are means over the steps
     since the last record.
 
@@ -165,24 +166,27 @@ def make_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     # The mean loss over all micro-batches of all processes. The update of this step uses the
     # gradient of this mean. `losses.tolist()` waits for the GPU, so the times below include the
     # GPU's work.
-    loss = process.all_reduce_sum([sum(losses.tolist())])[0] / run.micro_batches_per_step
+    loss = process.sum_over_replicas([sum(losses.tolist())])[0] / run.global_micro_batches_per_step
     seconds = clock.end_interval()
     return {
         "step": run.step,
-        "epoch": run.train_batches.epoch(run.step * run.micro_batches_per_step),
+        "epoch": run.train_batches.epoch(run.step * run.global_micro_batches_per_step),
         "lr": run.optimizer.param_groups[0]["lr"],
         "train_loss": loss,
         "train_ppl": perplexity(loss),
         "grad_norm": grad_norm.item(),
         "step_ms": 1000 * seconds,
-        "tokens_per_s": run.micro_batches_per_step * args.batch_size * args.seq_len / seconds,
+        "tokens_per_s": run.global_micro_batches_per_step
+        * args.batch_size
+        * args.seq_len
+        / seconds,
         "eta_s": (args.num_steps - run.step) * seconds,
-        **peak_memory(process.device),
+        **peak_memory_fields(process.device),
         "recompute": run.model.config.recompute,
     }
 
 
-def log_record(run: Run, record: dict[str, Any]) -> None:
+def write_and_print_record(run: Run, record: dict[str, Any]) -> None:
     """Write the record to metrics.jsonl and to the logger, and print its log line."""
     for write in run.metric_writers:
         write(record)
@@ -195,7 +199,7 @@ def print_record(run: Run, record: dict[str, Any]) -> None:
     run.last_log_time = time.perf_counter()
 
 
-def log_overdue(run: Run) -> bool:
+def is_log_overdue(run: Run) -> bool:
     """Return True if no progress bar is shown and the next step would end more than SILENCE seconds
     after the last log line. In this case the loop logs the present step.
 
@@ -205,17 +209,17 @@ def log_overdue(run: Run) -> bool:
     if run.process.rank > 0 or sys.stderr.isatty() or run.args.log_interval == 0:
         return False
     next_line = time.perf_counter() + run.clock.seconds_per_step()
-    return next_line - run.last_log_time > SILENCE
+    return next_line - run.last_log_time > MAX_SILENCE_SECONDS
 
 
-def mean_of_recent(run: Run, record: dict[str, Any]) -> str:
+def describe_recent_loss(run: Run, record: dict[str, Any]) -> str:
     """Return the mean training loss of the last steps as text. If this process ran no step, because
     only an evaluation was left, return the loss of `record`. All processes must call this
     together."""
     values = [loss for losses in run.recent_losses for loss in losses.tolist()]
     # Leave out infinite losses and NaNs: the updates of their steps were skipped.
     finite = [loss for loss in values if math.isfinite(loss)]
-    total, count = run.process.all_reduce_sum([sum(finite), len(finite)])
+    total, count = run.process.sum_over_replicas([sum(finite), len(finite)])
     if not count:
         return f"loss {format_loss(record['train_loss'])}"
     return f"loss {format_loss(total / count)}, mean of the last {len(run.recent_losses):,} steps"
@@ -234,13 +238,15 @@ def sample_text(run: Run) -> str:
     return run.data.tokenizer.decode(ids[0, 1:].tolist())
 
 
-def describe_rescues(run: Run) -> str:
+def describe_out_of_memory(run: Run) -> str:
     """Return how often memory ran out, and the policies that were used in turn, as text: "; ran out
     2 times: none -> cheap -> full". Processes may differ: the text lists each distinct sequence of
     policies. Return "" if memory never ran out. All processes must call this together."""
     # The policy with which memory ran out before torchrun restarted this run, if there is one.
-    before = [*filter(None, [run.process.last_out_of_memory()])]
-    chains = run.process.all_gather_object((*before, *run.rescues, run.model.config.recompute))
+    before = [*filter(None, [run.process.last_out_of_memory_policy()])]
+    chains = run.process.all_gather_object(
+        (*before, *run.policies_out_of_memory, run.model.config.recompute)
+    )
     return "".join(
         f"; ran out {(times := len(policies) - 1)} time{'s' * (times > 1)}: {' -> '.join(policies)}"
         for policies in dict.fromkeys(chains)
@@ -259,16 +265,16 @@ def describe_result(
     args = run.args
     tokens = tokens_per_step(args, run.process.replicas)
     speed = f"{run.clock.steps_per_second() * tokens:,.0f} tokens/s"
-    usage = peak_memory(run.process.device)
+    usage = peak_memory_fields(run.process.device)
     peak = f"{format_bytes(usage['peak_memory_bytes'] or 0)} ({usage['peak_memory_kind']})"
     best = sibling_path(args.checkpoint_path, ".best.pt")
     lines = [
         "",
-        f"train    {mean_of_recent(run, record)}",
+        f"train    {describe_recent_loss(run, record)}",
         f"val      loss {format_validation(record)}",
         # Without steps, only an evaluation was left.
         *([f"speed    {speed}"] if run.clock.steps else []),
-        f"memory   peak {peak}{describe_rescues(run)}",
+        f"memory   peak {peak}{describe_out_of_memory(run)}",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
         f"saved    {args.checkpoint_path}" + f", lowest validation loss: {best}" * best.exists(),
         f"next     {generate_command(run)}",

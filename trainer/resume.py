@@ -15,15 +15,17 @@ from .snapshot import LoadedSnapshot, SnapshotError, State, peek, read_snapshot,
 
 # Flags that must not change when a run resumes. They decide the model's shape, the random numbers,
 # the optimizer and the tokens. (`check_resumable` checks the data and the batch.)
-FIXED = (
+FIXED_FLAGS = (
     "n_layers n_heads d_model d_ff seq_len max_position_embeddings dropout seed data_seed "
     "optimizer tokenizer_name vocab_size use_toy_data"
 ).split()
 # Flags that choose the data of a run.
-DATA = "train_data val_data val_ratio tokenizer_name vocab_size use_toy_data max_tokens".split()
+DATA_FLAGS = (
+    "train_data val_data val_ratio tokenizer_name vocab_size use_toy_data max_tokens".split()
+)
 # Flag -> flags that it replaces. If the flag is typed now, the snapshot's values of the replaced
 # flags are dropped.
-REPLACES = {
+DROPPED_IF_TYPED = {
     "amp_dtype": ["no_amp"],
     "no_amp": ["amp_dtype"],
     **dict.fromkeys(RUN_LENGTH_FLAGS, RUN_LENGTH_FLAGS),
@@ -99,7 +101,7 @@ def restore_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
 
     restored = typed_flags(resumed.state)
     for name in (*args.typed, "resume", "checkpoint_path"):
-        for replaced in (name, *REPLACES.get(name, ())):
+        for replaced in (name, *DROPPED_IF_TYPED.get(name, ())):
             restored.pop(replaced, None)
     parser = build_parser("", str(args.checkpoint_path))
     parser.error = refuse  # type: ignore[method-assign]
@@ -107,7 +109,8 @@ def restore_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
 
 
 def check_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
-    """Raise SnapshotError if a flag in FIXED has another value than in the resumed snapshot."""
+    """Raise SnapshotError if a flag in FIXED_FLAGS has another value than in the resumed
+    snapshot."""
     state = resumed.state
     # For these two flags, two values are valid: the value that was typed for the old run, and the
     # value that the old run then used (a default, for example).
@@ -115,7 +118,7 @@ def check_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
         "tokenizer_name": state["tokenizer"].get("name"),
         "vocab_size": state["config"].get("vocab_size"),
     }
-    for name in FIXED:
+    for name in FIXED_FLAGS:
         before, after = state["args"].get(name), getattr(args, name)
         if name in state["args"] and after not in (before, resolved.get(name, before)):
             raise SnapshotError(
@@ -128,7 +131,7 @@ def check_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
 def check_resumable(saved: State, now: State, path: Path) -> None:
     """Raise SnapshotError if a run cannot resume because its data or its batch has changed.
 
-    `saved`: state of the snapshot at `path`. `now`: result of `setup.run_info` for this run.
+    `saved`: state of the snapshot at `path`. `now`: result of `setup.run_identity` for this run.
 
     The following may change: flags that only decide how memory is used (they change no result), the
     learning rate, the number of steps, and the intervals of logs, evaluations and saves. The number
@@ -137,7 +140,7 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
     data changed. (`check_flags` checks all other flags that must not change, such as the model's
     shape.)
     """
-    changed = [name for name in DATA if saved["args"].get(name) != now["args"][name]]
+    changed = [name for name in DATA_FLAGS if saved["args"].get(name) != now["args"][name]]
     if data_changed(saved, now) and changed:
         raise SnapshotError(
             f"--train-data: {path} was trained on {saved['data'].get('description')}, this run "
@@ -171,7 +174,7 @@ def validation_key(state: State) -> tuple[object, object]:
     return state["data"].get("fingerprint"), state["args"].get("eval_tokens")
 
 
-def changes(saved: State, now: State) -> list[str]:
+def describe_changes(saved: State, now: State) -> list[str]:
     """Return the allowed changes of flags, as text such as `--lr 0.001 -> 0.0001`, and a change of
     the number of CPU threads.
 
@@ -180,7 +183,7 @@ def changes(saved: State, now: State) -> list[str]:
     before, after = saved["args"], now["args"]
     unlisted = {"resume", "checkpoint_path", "model", "num_tokens", "num_epochs"}
     rows = [
-        f"{flag(name)} {short(before[name])} -> {short(after[name])}"
+        f"{flag(name)} {format_typed_value(before[name])} -> {format_typed_value(after[name])}"
         for name in after
         if name in before.keys() - unlisted and before[name] != after[name]
     ]
@@ -190,7 +193,7 @@ def changes(saved: State, now: State) -> list[str]:
     return rows
 
 
-def short(value: object) -> str:
+def format_typed_value(value: object) -> str:
     """Return a flag's value as text for a command line."""
     if isinstance(value, list):
         return " ".join(map(str, value))
@@ -203,11 +206,11 @@ def restore_model_and_optimizer(resumed: LoadedSnapshot, run: Run) -> None:
 
     Raises SnapshotError if the snapshot does not fit the model or the optimizer of `run`.
     """
-    state, local_shard = resumed.state, run.process.local_shard
+    state, shard_like = resumed.state, run.process.shard_like
     try:
         for name, weight in run.model.state_dict().items():
-            weight.copy_(local_shard(state["model"][name], weight))
-        restore_optimizer(run.optimizer, state["optimizer"], local_shard)
+            weight.copy_(shard_like(state["model"][name], weight))
+        restore_optimizer(run.optimizer, state["optimizer"], shard_like)
         if state["scaler"] and run.scaler.is_enabled():  # empty unless the saved run had float16
             run.scaler.load_state_dict(state["scaler"])
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError):

@@ -26,7 +26,7 @@ from .metrics import Write, format_bytes
 from .process import OneProcess
 from .snapshot import State, save_snapshot
 
-# Number of steps at the start of a DDP run that are rehearsed (see `retry_with_less_memory`). Two
+# Number of steps at the start of a DDP run that are rehearsed (see `retry_on_out_of_memory`). Two
 # steps are needed, because the second step needs more memory: for the optimizer's state and DDP's
 # final buckets.
 N_REHEARSAL_STEPS = 2
@@ -39,10 +39,10 @@ class Run:
     args: argparse.Namespace
     process: OneProcess
     data: Dataset
-    run_info: State  # part of each snapshot: config, flags, tokenizer, data
+    run_identity: State  # part of each snapshot: config, flags, tokenizer, data
     model: MiniGPT
     optimizer: torch.optim.Optimizer
-    precision: torch.dtype
+    compute_dtype: torch.dtype
     train_batches: TrainBatches
     val_batches: ValBatches
     clock: StepClock
@@ -53,8 +53,8 @@ class Run:
     saved_step: int = 0  # step of the snapshot at --checkpoint-path; 0: this run has not saved
     # Time of the last save or, before that, of the start; in seconds of `time.monotonic`.
     last_save_time: float = field(default_factory=lambda: monotonic())
-    save_asked: bool = False  # True: a signal asked for a save, which is not done yet
-    stopped_by: int = 0  # number of the signal that ended the run early, 0 = none
+    save_requested: bool = False  # True: a signal asked for a save, which is not done yet
+    stop_signal: int = 0  # number of the signal that ended the run early, 0 = none
     best_val_loss: float = math.inf
     # Losses of the last 50 steps, each (A,) on the device; A = --grad-accum-steps. The end of the
     # run prints their mean, because the loss of one step is noisy.
@@ -62,34 +62,34 @@ class Run:
     # Time of the last log line or, before that, of the setup; in seconds of `time.perf_counter`.
     last_log_time: float = field(default_factory=lambda: time.perf_counter())
     # Log record of the step that the run resumed from, if that step has not been logged yet.
-    resumed_record: dict[str, Any] = field(default_factory=dict)
+    unlogged_record: dict[str, Any] = field(default_factory=dict)
     # Function (policy, peak_bytes) -> predicted step with the next policy that needs less memory
     # than `policy`; None if no policy needs less. `peak_bytes`: measured peak of `policy`; None:
     # not measured. The function may raise any error if the memory cannot be predicted.
-    next_smaller_step: Callable[..., StepMemory | None] = lambda *_: None
+    find_smaller_step: Callable[..., StepMemory | None] = lambda *_: None
     # Function that raises UsageError if model.py gives other results with the model's present
     # policy than without recompute.
-    check: Callable[[], None] = lambda: None
+    check_techniques: Callable[[], None] = lambda: None
     # Policies with which memory ran out. After each of them, the step was repeated with a deeper
     # policy (one that needs less memory).
-    rescues: list[str] = field(default_factory=list)
+    policies_out_of_memory: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # The module that the loop calls: the model or, with DDP, its wrapper.
-        self.wrapped: nn.Module = self.model
-        device, float16 = self.process.device.type, self.precision == torch.float16
+        self.wrapped_model: nn.Module = self.model
+        device, float16 = self.process.device.type, self.compute_dtype == torch.float16
         self.scaler = torch.amp.GradScaler(device, enabled=float16)
         # The scaler allocates its tensors when it is first used. Use it now, because in a step this
         # allocation could run out of memory.
         self.scaler.scale(torch.zeros((), device=self.process.device))
 
     @cached_property
-    def token_bytes(self) -> Tensor:
+    def bytes_by_token_id(self) -> Tensor:
         """Number of bytes of text of each token id, (vocab_size,) int64, on the device."""
         return torch.from_numpy(self.data.tokenizer.byte_lengths()).to(self.process.device)
 
     @property
-    def micro_batches_per_step(self) -> int:
+    def global_micro_batches_per_step(self) -> int:
         """Number of micro-batches in a step, over all processes."""
         return self.args.grad_accum_steps * self.process.replicas
 
@@ -101,8 +101,8 @@ class Run:
         end of forward, so that a second use of the weight needs no second cast. But this model
         casts no weight twice in a forward.
         """
-        enabled = self.precision != torch.float32
-        dtype = self.precision if enabled else None  # autocast does not accept float32
+        enabled = self.compute_dtype != torch.float32
+        dtype = self.compute_dtype if enabled else None  # autocast does not accept float32
         device_type = self.process.device.type
         return torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=False)
 
@@ -114,10 +114,10 @@ def save(run: Run, path: Path, record: dict[str, Any]) -> None:
     written.
     """
     newest = path == run.args.checkpoint_path
-    full_state = run.process.full_state_dict(run.model, run.optimizer)
+    full_state = run.process.full_state_dicts(run.model, run.optimizer)
     if run.process.rank == 0:
         state = {
-            **run.run_info,
+            **run.run_identity,
             **full_state,
             "scaler": run.scaler.state_dict(),
             "step": run.step,
@@ -126,14 +126,14 @@ def save(run: Run, path: Path, record: dict[str, Any]) -> None:
         }
         save_snapshot(path, state, keep_previous=newest)
     if newest:
-        run.saved_step, run.last_save_time, run.save_asked = run.step, monotonic(), False
+        run.saved_step, run.last_save_time, run.save_requested = run.step, monotonic(), False
 
 
-def save_is_asked(run: Run) -> bool:
+def is_save_requested(run: Run) -> bool:
     """Return True if a signal asked this process for a save, or if the last save is --save-minutes
     old."""
     minutes = run.args.save_minutes
-    return run.save_asked or 0 < 60 * minutes <= monotonic() - run.last_save_time
+    return run.save_requested or 0 < 60 * minutes <= monotonic() - run.last_save_time
 
 
 # ---- If memory runs out in forward or backward, repeat both.
@@ -145,7 +145,7 @@ def save_is_asked(run: Run) -> bool:
 # start.
 
 
-def retry_with_less_memory(run: Run, accumulate: Callable[..., list[Tensor]]) -> list[Tensor]:
+def retry_on_out_of_memory(run: Run, accumulate: Callable[..., list[Tensor]]) -> list[Tensor]:
     """Call `accumulate(run)`, which runs forward and backward of a step. Return its result, the
     losses.
 
@@ -160,12 +160,12 @@ def retry_with_less_memory(run: Run, accumulate: Callable[..., list[Tensor]]) ->
     if run.args.on_out_of_memory == "stop":
         return accumulate(run)
     if run.process.rehearses_first_steps and run.clock.steps < N_REHEARSAL_STEPS:
-        attempt(run, lambda run: accumulate(run, average=False))
+        retry_until_it_fits(run, lambda run: accumulate(run, average=False))
         run.process.discard_gradients(run.optimizer)
-    return attempt(run, accumulate)
+    return retry_until_it_fits(run, accumulate)
 
 
-def attempt(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]:
+def retry_until_it_fits(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]:
     """Return `accumulate(run)`. Each time memory runs out, call `accumulate` again with the next
     policy."""
     while True:
@@ -175,16 +175,16 @@ def attempt(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]
             if not is_out_of_memory(error):
                 raise
             if not run.process.can_retry_alone():
-                run.process.remember_out_of_memory(run.model.config.recompute)
+                run.process.remember_out_of_memory_policy(run.model.config.recompute)
                 raise
             message = str(error)
-        # Call `go_deeper` after the `except` block. Inside the block, the error's traceback would
-        # keep the frames of the failed call alive, and the frames would keep all tensors of the
-        # step alive.
-        go_deeper(run, message)
+        # Call `free_and_switch_policy` after the `except` block. Inside the block, the error's
+        # traceback would keep the frames of the failed call alive, and the frames would keep all
+        # tensors of the step alive.
+        free_and_switch_policy(run, message)
 
 
-def go_deeper(run: Run, message: str) -> None:
+def free_and_switch_policy(run: Run, message: str) -> None:
     """Free the memory of the failed attempt, and switch the model to the next policy.
 
     `message`: text of the out-of-memory error. If no policy needs less memory, raises MemoryError
@@ -209,13 +209,13 @@ def go_deeper(run: Run, message: str) -> None:
         # gets whole segments.
         torch.cuda.empty_cache()
     with run.clock.paused("plan"):
-        step = take_next_policy(run, seen)
+        step = switch_to_smaller_policy(run, seen)
     if step is None:
-        process.remember_out_of_memory(policy)  # this process ends, so all others end, too
+        process.remember_out_of_memory_policy(policy)  # this process ends, so all others end, too
         raise MemoryError(message)
     run.clock.expect_peak(step.peak)
-    taken = run.run_info["config"]["recompute"] = step.config.recompute
-    run.rescues.append(policy)
+    taken = run.run_identity["config"]["recompute"] = step.config.recompute
+    run.policies_out_of_memory.append(policy)
     same = "" if run.args.compile or run.args.mlp_chunks != 1 else ": same results"
     process.print_rank(
         f"warning  step {run.step}: out of memory with recompute {policy}; again, and from now on, "
@@ -223,7 +223,7 @@ def go_deeper(run: Run, message: str) -> None:
     )
 
 
-def take_next_policy(run: Run, seen: int | None) -> StepMemory | None:
+def switch_to_smaller_policy(run: Run, seen: int | None) -> StepMemory | None:
     """Set the next policy that needs less memory in the model's config, and return the predicted
     step with this policy.
 
@@ -232,11 +232,11 @@ def take_next_policy(run: Run, seen: int | None) -> StepMemory | None:
     """
     config, policy = run.model.config, run.model.config.recompute
     with suppress(Exception):
-        while step := run.next_smaller_step(policy, seen):
+        while step := run.find_smaller_step(policy, seen):
             policy, seen = step.config.recompute, None
             run.model.config = replace(config, recompute=policy)
             with suppress(UsageError):  # a user's model.py may be exact with some policies only
-                run.check()
+                run.check_techniques()
                 return step
     run.model.config = config
     return None

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data import DataError, Dataset, Tokenizer, TrainBatches, ValBatches, find_dataset
-from memory import POLICIES, recompute_plan
+from data import DataError, Dataset, Tokenizer, TrainBatches, ValBatches, load_dataset
+from memory import POLICIES, parse_config_recompute
 from memory.policies import activation_checkpoint, default_generator
 from model import MiniGPT, MiniGPTConfig
 
@@ -30,12 +30,12 @@ from .flags import (
     model_config,
     recompute_plan_of,
     resolve_defaults,
-    resolve_num_steps,
+    set_num_steps,
 )
-from .metrics import NEEDS, check_logger, logged_at, open_logger, open_metrics
+from .metrics import LOGGER_MODULES, check_logger, find_logged_record, open_logger, open_metrics
 from .optimizer import make_optimizer
 from .plan import MemoryPlan, plan_memory, vocab_size_of
-from .pretrained import Origin, Pretrained, open_init_from
+from .pretrained import Pretrained, WeightSource, open_init_from
 from .process import OneProcess
 from .report import describe_run
 from .run import Run
@@ -47,7 +47,7 @@ from .snapshot import (
     check_path,
     check_shapes,
     claim,
-    promote_snapshot,
+    copy_as_newest_snapshot,
     rename_older_run,
     sibling_path,
 )
@@ -65,7 +65,7 @@ MAY_DIFFER = set(
     "memory_budget log_to profile typed".split()
 )
 # Name in `Facts` -> advice if processes differ in this fact.
-HINTS = {
+MISMATCH_HINTS = {
     "--checkpoint-path": "all must see the same snapshot, on a disk that they share",
     "--init-from": "all must start from the same weights",
     "--device": "choose one that all have",
@@ -84,7 +84,7 @@ DERIVED_FLAGS = (
 Facts = dict[str, Any]
 
 
-def start_run(
+def set_up_from_flags(
     args: argparse.Namespace, make_process: Callable[[argparse.Namespace], OneProcess]
 ) -> Run:
     """Set up the run that the flags describe. With --resume, the snapshot supplies the flags that
@@ -119,23 +119,23 @@ def start_run(
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
     if process.rank == 0:  # only rank 0 logs
         check_logger(args.log_to)
-    return set_up(args, process, origin)
+    return build_run(args, process, origin)
 
 
-def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None) -> Run:
+def build_run(args: argparse.Namespace, process: OneProcess, origin: WeightSource = None) -> Run:
     """Make the data, the model and the optimizer of a run, and return the run.
 
     `origin`: the snapshot or the pretrained weights from which the run starts; None: draw random
-    weights. Raises the errors of `start_run`.
+    weights. Raises the errors of `set_up_from_flags`.
     """
     resumed = origin if isinstance(origin, LoadedSnapshot) else None
     device, precision = process.device, choose_precision(args, process.device)
     set_matmul_precision(device, args.tf32)
     data, plan = load_data_and_plan(args, process, precision, origin)
-    train = TrainBatches(data.train, args.batch_size, args.seq_len, args.data_seed, device)
-    resolve_num_steps(args, process.replicas, train.n_windows)
-    val = ValBatches(data.val, args.batch_size, args.seq_len, args.eval_tokens, device)
-    identity = run_info(args, process, plan.config, data)
+    train = TrainBatches(data.train_files, args.batch_size, args.seq_len, args.data_seed, device)
+    set_num_steps(args, process.replicas, train.n_windows)
+    val = ValBatches(data.val_files, args.batch_size, args.seq_len, args.eval_tokens, device)
+    identity = run_identity(args, process, plan.config, data)
     with torch.device("meta"):
         model = MiniGPT(plan.config)
     if buffers := [name for name, _ in model.named_buffers()]:
@@ -147,48 +147,54 @@ def set_up(args: argparse.Namespace, process: OneProcess, origin: Origin = None)
         check_shapes(resumed.path, resumed.state["model"], model.state_dict())
         resume.check_resumable(resumed.state, identity, resumed.path)
         identity["run"] = resumed.state.get("run")
-    check = partial(check_techniques, model, device, precision, process.sp_degree > 1)
+    check = partial(check_techniques_are_exact, model, device, precision, process.sp_degree > 1)
     process.run_on_all_ranks(check)  # (each rank may have its own policy)
-    held_lock = process.run_on_rank0(lambda: claim(args.checkpoint_path, resumed))
-    process.materialize(model)
+    held_lock = process.run_on_rank0_only(lambda: claim(args.checkpoint_path, resumed))
+    process.allocate_parameters(model)
     if isinstance(origin, Pretrained):
-        origin.fill(model, process.local_shard)
+        origin.fill(model, process.shard_like)
     elif origin is None:
         torch.manual_seed(args.seed)
-        model.init_weights(process.local_shard)
+        model.init_weights(process.shard_like)
     optimizer = make_optimizer(model, args, device, precision)
-    clock = make_clock(args, process, model, optimizer, plan.peaks)
+    clock = make_clock(args, process, model, optimizer, plan.planned_and_plain_peaks)
     run = Run(args, process, data, identity, model, optimizer, precision, train, val, clock)
-    run.held_lock, run.next_smaller_step, run.check = held_lock, plan.next_smaller_step, check
+    run.held_lock, run.find_smaller_step, run.check_techniques = (
+        held_lock,
+        plan.find_smaller_step,
+        check,
+    )
     if resumed is not None:
-        continue_from(resumed, run)
+        restore_run(resumed, run)
     if process.rank == 0:  # only on rank 0, because `describe_run` reads files
         process.print0(describe_run(run, plan.words, origin))
     if args.compile:
         compile_blocks(model)
-    run.wrapped = process.wrap(model)
+    run.wrapped_model = process.wrap(model)
     return run
 
 
 def load_data_and_plan(
-    args: argparse.Namespace, process: OneProcess, precision: torch.dtype, origin: Origin
+    args: argparse.Namespace, process: OneProcess, precision: torch.dtype, origin: WeightSource
 ) -> tuple[Dataset, MemoryPlan]:
     """Load the data and predict the memory of a step; check that all processes train the same.
 
     Encoding a long text (into data/cache) takes long. So all other mistakes are found before the
     text is encoded. The memory is also predicted before, with the largest vocabulary that the text
-    can give. Raises the errors of `start_run`.
+    can give. Raises the errors of `set_up_from_flags`.
     """
     process.init_process_group()  # before this call the processes cannot communicate
     check_same_on_all_ranks(
         process.all_gather_object(consistency_facts(args, process, precision, origin))
     )
     resuming = isinstance(origin, LoadedSnapshot)
-    process.run_on_rank0(lambda: check_path(args.checkpoint_path, resuming))
+    process.run_on_rank0_only(lambda: check_path(args.checkpoint_path, resuming))
     # Bytes of CPU memory that the snapshot's tensors take until they are restored.
     held = bytes_of(origin.state) if isinstance(origin, LoadedSnapshot) else 0
-    config = model_config(args, process.run_on_all_ranks(lambda: max_vocab_size(args, origin)))
-    with process.progress_message("predicting the memory of a step"):
+    config = model_config(
+        args, process.run_on_all_ranks(lambda: vocab_size_upper_bound(args, origin))
+    )
+    with process.showing_message("predicting the memory of a step"):
         plan = plan_memory(args, process, config, precision, held)
     data = process.run_on_all_ranks(lambda: find_data(args, process, origin))
     check_same_on_all_ranks(process.all_gather_object(data_consistency_facts(data)))
@@ -207,7 +213,7 @@ def load_data_and_plan(
 
 
 def consistency_facts(
-    args: argparse.Namespace, process: OneProcess, precision: torch.dtype, origin: Origin
+    args: argparse.Namespace, process: OneProcess, precision: torch.dtype, origin: WeightSource
 ) -> Facts:
     """Return all facts that must be the same in all processes, except the facts about the data."""
     snapshot = "no snapshot to go on from"
@@ -238,7 +244,7 @@ def check_same_on_all_ranks(of_each: list[Facts]) -> None:
     for name in sorted(first, key=DERIVED_FLAGS.__contains__):
         for rank, facts in enumerate(of_each):
             if facts[name] != first[name]:
-                hint = HINTS.get(name, "start all with the same flags")
+                hint = MISMATCH_HINTS.get(name, "start all with the same flags")
                 difference = f"rank 0 has {first[name]}, rank {rank} has {facts[name]}"
                 raise UsageError(f"{name}: {difference}: {hint}")
 
@@ -246,16 +252,16 @@ def check_same_on_all_ranks(of_each: list[Facts]) -> None:
 # ---- Parts of a run
 
 
-def max_vocab_size(args: argparse.Namespace, origin: Origin) -> int:
+def vocab_size_upper_bound(args: argparse.Namespace, origin: WeightSource) -> int:
     """Return the largest vocabulary size that the run can have, without reading the data.
 
-    Raises DataError, or SnapshotError as `tokenizer_of` does.
+    Raises DataError, or SnapshotError as `tokenizer_of_origin` does.
     """
-    tokenizer = tokenizer_of(origin)
+    tokenizer = tokenizer_of_origin(origin)
     return tokenizer.vocab_size if tokenizer else vocab_size_of(args)
 
 
-def tokenizer_of(origin: Origin) -> Tokenizer | None:
+def tokenizer_of_origin(origin: WeightSource) -> Tokenizer | None:
     """Return the tokenizer of a snapshot or of pretrained weights; None if `origin` is None.
 
     Raises SnapshotError if the snapshot contains no valid tokenizer.
@@ -279,22 +285,24 @@ def archive_and_open_logs(run: Run) -> None:
         if run.step == 0:
             rename_older_run(path)
         run.metric_writers.append(open_metrics(sibling_path(path, ".metrics.jsonl"), run.step))
-        if run.args.log_to in NEEDS:
-            log = open_logger(run.args, run.run_info, run.step, run.process.print0)
+        if run.args.log_to in LOGGER_MODULES:
+            log = open_logger(run.args, run.run_identity, run.step, run.process.print0)
             run.metric_writers.append(log)
 
 
-def find_data(args: argparse.Namespace, process: OneProcess, origin: Origin = None) -> Dataset:
+def find_data(
+    args: argparse.Namespace, process: OneProcess, origin: WeightSource = None
+) -> Dataset:
     """Return the data that the flags of the group "data" describe.
 
     If `origin` has a tokenizer, the text is encoded with that tokenizer. Raises DataError, or
-    SnapshotError as `tokenizer_of` does.
+    SnapshotError as `tokenizer_of_origin` does.
     """
-    flags = {name: getattr(args, name) for name in [*resume.DATA, "data_seed", "seq_len"]}
-    return find_dataset(**flags, tokenizer=tokenizer_of(origin), say=process.print0)
+    flags = {name: getattr(args, name) for name in [*resume.DATA_FLAGS, "data_seed", "seq_len"]}
+    return load_dataset(**flags, tokenizer=tokenizer_of_origin(origin), say=process.print0)
 
 
-def run_info(
+def run_identity(
     args: argparse.Namespace, process: OneProcess, config: MiniGPTConfig, data: Dataset
 ) -> State:
     """Return the part of a snapshot that identifies its run. This part has plain types only, no
@@ -322,7 +330,7 @@ def run_info(
     }
 
 
-def continue_from(resumed: LoadedSnapshot, run: Run) -> None:
+def restore_run(resumed: LoadedSnapshot, run: Run) -> None:
     """Give a new run the state of a snapshot: weights, optimizer, step, best validation loss.
 
     If the snapshot is not the file at --checkpoint-path, it is copied there, and becomes the
@@ -333,15 +341,18 @@ def continue_from(resumed: LoadedSnapshot, run: Run) -> None:
     run.step = run.saved_step = resumed.state["step"]
     record = resumed.state.get("record", {})
     if resumed.path != args.checkpoint_path and process.rank == 0:
-        promote_snapshot(resumed.path, args.checkpoint_path)
+        copy_as_newest_snapshot(resumed.path, args.checkpoint_path)
     # A snapshot is written before its step is evaluated and logged. The log, which only rank 0 has,
     # tells whether the step was logged before the run ended.
     log = sibling_path(args.checkpoint_path, ".metrics.jsonl")
     logged = (
-        process.all_gather_object(process.run_on_rank0(lambda: logged_at(run.step, log)))[0] or {}
+        process.all_gather_object(
+            process.run_on_rank0_only(lambda: find_logged_record(run.step, log))
+        )[0]
+        or {}
     )
-    run.resumed_record = {} if logged else dict(record)
-    if resume.validation_key(resumed.state) == resume.validation_key(run.run_info):
+    run.unlogged_record = {} if logged else dict(record)
+    if resume.validation_key(resumed.state) == resume.validation_key(run.run_identity):
         run.best_val_loss = min(resumed.state["best_val_loss"], logged.get("val_loss") or math.inf)
 
 
@@ -356,7 +367,7 @@ def continue_from(resumed: LoadedSnapshot, run: Run) -> None:
 N_CHECK_TOKENS = 8  # number of tokens in these comparisons
 
 
-def check_techniques(
+def check_techniques_are_exact(
     model: MiniGPT, device: torch.device, precision: torch.dtype, shared: bool = False
 ) -> None:
     """Compare the results of model.py with and without the memory techniques of the model's config.
@@ -373,27 +384,29 @@ def check_techniques(
     """
     checked = set[Any]()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-        check_ends(model)
-        for i, policy in enumerate(recompute_plan(model.config).policies):
-            kind = policy, *map(module_settings, model.blocks[i].modules())
+        check_embed_and_loss(model)
+        for i, policy in enumerate(parse_config_recompute(model.config).policies):
+            kind = policy, *map(module_signature, model.blocks[i].modules())
             if kind in checked:
                 continue
             checked.add(kind)
-            if shared and sees_others(model, i, device):
+            if shared and block_sees_other_tokens(model, i, device):
                 raise UsageError(
                     f"block {i} of model.py looks at other tokens, or at positions, outside of "
                     "Attention.attend: sequences cannot be shared; train_fsdp.py can train it"
                 )
-            if policy != "none" and (wrong := compare_block(model, i, policy, device, precision)):
+            if policy != "none" and (
+                wrong := describe_block_difference(model, i, policy, device, precision)
+            ):
                 raise UsageError(
                     f"--use-activation-checkpoint: block {i} under {policy} is not the block of "
                     f"model.py: {wrong}; see docs/change.md, or take none"
                 )
 
 
-def check_ends(model: MiniGPT) -> None:
+def check_embed_and_loss(model: MiniGPT) -> None:
     """Compare the order of the blocks, the embedding lookup and the loss with those of plain
-    model.py. See `check_techniques`."""
+    model.py. See `check_techniques_are_exact`."""
     ours, config, policy = cast(Any, model), model.config, model.config.recompute
     known = policy in ("none", "full") and config.mlp_chunks == 1
     if not known and [run for run, _ in ours.blocks_with_recompute.plain(model)] != [*model.blocks]:
@@ -419,7 +432,7 @@ def check_ends(model: MiniGPT) -> None:
         )
 
 
-def module_settings(module: nn.Module) -> tuple:
+def module_signature(module: nn.Module) -> tuple:
     """Return a module's type, the shapes of its weights, and its attributes, to compare modules."""
     shapes = [(name, weight.shape) for name, weight in module.named_parameters(recurse=False)]
     values = [(name, repr(its)) for name, its in vars(module).items() if not name.startswith("_")]
@@ -435,7 +448,7 @@ def new_block(model: MiniGPT, i: int, device: torch.device) -> Any:
     return block
 
 
-def compare_block(
+def describe_block_difference(
     model: MiniGPT, i: int, policy: str, device: torch.device, precision: torch.dtype
 ) -> str:
     """Run block `i` with `policy` and without it. Return the first difference as text; "" if there
@@ -493,7 +506,7 @@ def compare_block(
     return next((f"{name} differs" for name, a, b in pairs if not torch.equal(a, b)), "")
 
 
-def sees_others(model: MiniGPT, i: int, device: torch.device) -> bool:
+def block_sees_other_tokens(model: MiniGPT, i: int, device: torch.device) -> bool:
     """Return True if block `i` uses other tokens, or the position of a token, outside of
     attention."""
     block = new_block(model, i, device).eval()

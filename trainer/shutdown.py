@@ -21,11 +21,11 @@ from data import DataError, DiskFull
 from .bootstrap import PROCESS_START
 from .flags import UsageError, print_error, with_flags
 from .metrics import finish_wandb
-from .plan import PredictedOutOfMemory, settings, suggest_change
+from .plan import PredictedOutOfMemory, describe_memory_flags, describe_suggested_change
 from .process import OneProcess
 from .report import describe_result, resume_command, sample_text
 from .run import Run, is_out_of_memory, save
-from .setup import start_run
+from .setup import set_up_from_flags
 from .snapshot import SaveError, SnapshotError
 from .torchrun import peer_failure_message
 
@@ -34,17 +34,17 @@ def run_safely(
     args: argparse.Namespace,
     make_process: Callable[[argparse.Namespace], OneProcess],
     train: Callable[[Run], dict[str, Any]],
-    complain: Callable[[object], None] = print_error,
+    print_error_line: Callable[[object], None] = print_error,
 ) -> int:
     """Set up a run and `train` it; return the exit code: 0 done, 2 bad input, 3 stopped safely, 4
     out of memory, 128 + n stopped by signal n.
 
-    If an error is not a bug, `complain` prints it as one line. Any other error is a bug, and is
-    raised.
+    If an error is not a bug, `print_error_line` prints it as one line. Any other error is a bug,
+    and is raised.
     """
     run = None
     try:
-        run = start_run(args, make_process)
+        run = set_up_from_flags(args, make_process)
         # Unlock after the run, because this process may start another run.
         with run.held_lock or nullcontext():
             try:
@@ -56,13 +56,13 @@ def run_safely(
         process.close()
         return code
     except (UsageError, SnapshotError, NotFinite, PredictedOutOfMemory) as error:
-        complain(error)
+        print_error_line(error)
         return {NotFinite: 3, PredictedOutOfMemory: 4}.get(type(error), 2)
     except DataError as error:
-        complain(f"{error}; then {resume_hint(run)}" if run else error)
+        print_error_line(f"{error}; then {resume_hint(run)}" if run else error)
         return 3 if run or isinstance(error, DiskFull) else 2
     except SaveError as error:
-        complain(f"{error}; make room, then {resume_hint(run)}")
+        print_error_line(f"{error}; make room, then {resume_hint(run)}")
         return 3
     except KeyboardInterrupt:
         last = "the last snapshot, if there is one"
@@ -70,7 +70,7 @@ def run_safely(
         return 130
     except Exception as error:
         if is_out_of_memory(error):
-            complain(f"out of memory with {suggest_after_out_of_memory(args, run)}")
+            print_error_line(f"out of memory with {suggest_after_out_of_memory(args, run)}")
             return 4
         line = peer_failure_message(error)
         if line is None:
@@ -89,7 +89,7 @@ def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
     If data cannot be read, save the finished steps (only with one process), and raise DataError.
     """
     args, say = run.args, run.process.print0
-    if run.step >= args.num_steps and not run.resumed_record:
+    if run.step >= args.num_steps and not run.unlogged_record:
         say(
             f"done     already at step {run.step:,}; raise --num-steps to go on: "
             f"{resume_command(run)} --num-steps {2 * run.step}"
@@ -104,10 +104,10 @@ def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
         if run.step > run.saved_step and run.process.world_size == 1:
             save(run, args.checkpoint_path, {})
         raise
-    if run.stopped_by and run.step < args.num_steps:
-        after = f"{signal.Signals(run.stopped_by).name} after step {run.step:,}"
+    if run.stop_signal and run.step < args.num_steps:
+        after = f"{signal.Signals(run.stop_signal).name} after step {run.step:,}"
         say(f"stopped  {after}: saved; go on with --resume: {resume_command(run)}")
-        return 128 + run.stopped_by
+        return 128 + run.stop_signal
     text = sample_text(run)  # on all ranks, because the forward of a sharded model needs all
     seconds = time.perf_counter() - PROCESS_START
     say(describe_result(run, record, text, seconds_before, seconds))
@@ -142,7 +142,7 @@ class Signals:
         rank 0."""
         name = signal.Signals(number).name
         if name == "SIGUSR1":
-            self.run.save_asked = True
+            self.run.save_requested = True
             line = "saving   after this step, and going on"
         else:
             self.received = number
@@ -175,32 +175,32 @@ def nan_if_infinite(loss: Tensor) -> Tensor:
     return loss * (loss.detach() * 0 + 1)
 
 
-class SkippedUpdates:
+class SkippedUpdateCounter:
     """Count the updates that the device skipped in a row. Python learns one step later whether an
     update was skipped.
 
     The norm of the gradients decides whether the device skips an update, and the norm is in the
     device's memory. If Python read the norm at once, Python would wait for the GPU in each step,
     and then the GPU would wait for Python. So the norm is copied to the CPU in the background, and
-    read during the next step. `read_last` reads the norm earlier, if the number of skips is needed
-    at once.
+    read during the next step. `read_last_norm` reads the norm earlier, if the number of skips is
+    needed at once.
     """
 
     def __init__(self, run: Run):
         self.run, self.in_a_row = run, 0
-        self.unread: tuple[int, Tensor] | None = None  # number and norm of the last step
+        self.unread_norm: tuple[int, Tensor] | None = None  # number and norm of the last step
         # (Only a copy from a GPU runs in the background. For other devices the event does nothing.)
         on_gpu = run.process.device.type == "cuda"
         self.copied = torch.cuda.Event() if on_gpu else torch.cpu.Event()
 
-    def add(self, grad_norm: Tensor) -> None:
+    def add_grad_norm(self, grad_norm: Tensor) -> None:
         """Store the scalar norm of the step that has just ended. First read the norm of the step
         before."""
-        self.read_last()
-        self.unread = self.run.step, grad_norm.to("cpu", non_blocking=grad_norm.is_cuda)
+        self.read_last_norm()
+        self.unread_norm = self.run.step, grad_norm.to("cpu", non_blocking=grad_norm.is_cuda)
         self.copied.record()
 
-    def read_last(self) -> int:
+    def read_last_norm(self) -> int:
         """Wait for the last step. Return how many updates were skipped in a row, up to that step.
 
         Prints one warning per skip. Raises NotFinite after 3 skips in a row; with float16, after
@@ -211,10 +211,10 @@ class SkippedUpdates:
         overflow now and then. From its first scale, 65,536, down to 1 GradScaler needs 16 halvings.
         So more than 16 skips in a row have another cause.
         """
-        if self.unread is None:
+        if self.unread_norm is None:
             return self.in_a_row
         self.copied.synchronize()
-        (step, norm), self.unread = self.unread, None
+        (step, norm), self.unread_norm = self.unread_norm, None
         self.in_a_row = 0 if norm.isfinite() else self.in_a_row + 1
         run, float16 = self.run, self.run.scaler.is_enabled()
         limit = 20 if float16 else 3
@@ -237,14 +237,17 @@ def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> st
     """Return the settings with which memory ran out, and the first change that could help, as
     text."""
     if run is None:
-        return f"{settings(args)}; try a smaller model (--n-layers), or less data (--max-tokens)"
+        return (
+            f"{describe_memory_flags(args)}; try a smaller model (--n-layers), or less data "
+            "(--max-tokens)"
+        )
     less = None
     policy = run.model.config.recompute
     with suppress(Exception):  # planning may run out of memory, too
-        less = run.next_smaller_step(policy)
+        less = run.find_smaller_step(policy)
     back = f"; {resume_hint(run)}" if run.saved_step else ""
-    now = settings(with_flags(args, use_activation_checkpoint=policy))
-    change = suggest_change(args, run.process.device.type, policy, less)
+    now = describe_memory_flags(with_flags(args, use_activation_checkpoint=policy))
+    change = describe_suggested_change(args, run.process.device.type, policy, less)
     return f"{now}; try {change}{back}"
 
 

@@ -76,7 +76,7 @@ def sibling_path(path: Path, suffix: str) -> Path:
     return path.with_name(path.name.removesuffix(ending) + suffix)
 
 
-def is_sibling(path: Path) -> bool:
+def is_prev_or_best(path: Path) -> bool:
     """Return True if `path` is the name of some run's `.prev.pt` or `.best.pt`."""
     return sibling_path(path, "").suffix in (".prev", ".best")
 
@@ -108,7 +108,7 @@ def bytes_of(state: State) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
 
 
-def temporary_name(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Return the temporary path to which this process writes a file before it is renamed to
     `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -124,7 +124,7 @@ def atomic_write(path: Path, n_bytes: int) -> Iterator[Path]:
     """
     # Each process has its own temporary name, because without locks two runs may save to the same
     # path.
-    temporary = temporary_name(path)
+    temporary = temporary_path(path)
     try:
         yield temporary
         os.replace(temporary, path)
@@ -139,11 +139,11 @@ def atomic_write(path: Path, n_bytes: int) -> Iterator[Path]:
         # the real reason.
         reason = error if isinstance(error, OSError) else error.__context__
         if isinstance(reason, OSError):
-            raise SaveError(cannot_save(path, reason, n_bytes)) from None
+            raise SaveError(describe_save_error(path, reason, n_bytes)) from None
         raise
 
 
-def cannot_save(path: Path, error: OSError, n_bytes: int) -> str:
+def describe_save_error(path: Path, error: OSError, n_bytes: int) -> str:
     """Return an error line with the file and the reason; for a full disk, also the MB needed and
     free."""
     reason = error.strerror or str(error)
@@ -185,7 +185,7 @@ def read_snapshot(path: Path) -> State:
         raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from None
     except Exception:  # for a damaged file zipfile and torch raise many types of errors
         raise SnapshotError(f"{path} is no snapshot, or a damaged one") from None
-    if strange := find_defect(state):
+    if strange := first_invalid_key(state):
         raise SnapshotError(f"{path} is no MiniGPT snapshot (no {strange}, or a strange one)")
     return state
 
@@ -198,7 +198,7 @@ def load_weights_only(file: Path | BinaryIO, device: str) -> Any:
         return torch.load(file, map_location=device, weights_only=True)
 
 
-def find_defect(state: Any) -> str | None:
+def first_invalid_key(state: Any) -> str | None:
     """Return the first key of KEY_TYPES that is missing in `state` or has a value of another type;
     None if there is no such key."""
     for key, kind in KEY_TYPES.items():
@@ -243,7 +243,7 @@ def peek(path: Path) -> State:
         if path.is_file():
             with open(path, "rb") as file, skip_data():
                 state: State = load_weights_only(file, "meta")
-            return {} if find_defect(state) else state
+            return {} if first_invalid_key(state) else state
     except Exception:  # (many types of errors, as in `read_snapshot`)
         pass
     return {}
@@ -255,7 +255,7 @@ class LoadedSnapshot:
 
     state: State
     path: Path
-    why: str = ""  # why `path` is not the file that --checkpoint-path names
+    fallback_reason: str = ""  # why `path` is not the file that --checkpoint-path names
 
 
 # ---- The path of a run
@@ -266,7 +266,7 @@ def path_error(reason: str) -> SnapshotError:
     return SnapshotError(f"--checkpoint-path: {reason}")
 
 
-def files_of(path: Path) -> list[Path]:
+def paths_of_run(path: Path) -> list[Path]:
     """Return all files that a run at `path` writes, except its lock."""
     return [path, *(sibling_path(path, suffix) for suffix in SIBLING_SUFFIXES)]
 
@@ -277,7 +277,7 @@ def check_path(path: Path, resuming: bool) -> None:
     A new run may not replace a file that is no snapshot, because a typing error must not cost a
     user that file. No run may use a path if another run has the same log, lock or older snapshots.
     """
-    if is_sibling(path):
+    if is_prev_or_best(path):
         raise path_error(f"{path} is another run's second file; copy it to a name of its own")
     if not resuming and os.path.exists(path) and not peek(path):
         raise path_error(f"{path} is there and is no snapshot; name another file")
@@ -298,7 +298,7 @@ def claim(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        longest = temporary_name(sibling_path(path, ".2026-11-22-101500-99.metrics.jsonl"))
+        longest = temporary_path(sibling_path(path, ".2026-11-22-101500-99.metrics.jsonl"))
         longest.touch()  # fails if a name is too long
         longest.unlink()
         file = open(sibling_path(path, ".lock"), "a")
@@ -331,7 +331,7 @@ def rename_older_run(path: Path) -> None:
         return
     # Rename the newest snapshot last: if this process dies halfway, the next run finds the snapshot
     # at `path`, and renames the rest.
-    files = reversed(list(zip(files_of(path), files_of(aside), strict=True)))
+    files = reversed(list(zip(paths_of_run(path), paths_of_run(aside), strict=True)))
     try:
         for file, renamed in files:
             if os.path.lexists(file):
@@ -348,7 +348,7 @@ def archived_path(path: Path) -> Path | None:
     last log line. Returns None if there is no older run. (Empty files do not count: a run that is
     killed before its first log line leaves empty files.)
     """
-    existing = [file for file in files_of(path) if os.path.lexists(file)]
+    existing = [file for file in paths_of_run(path) if os.path.lexists(file)]
     if not any(file.lstat().st_size for file in existing):
         return None
     date = time.strftime("%Y-%m-%d-%H%M%S", time.localtime(existing[0].lstat().st_mtime))
@@ -359,10 +359,10 @@ def unused_path(path: Path, suffix: str) -> Path:
     """Return the first path of `runSUFFIX.pt`, `runSUFFIX-2.pt`, ... at which no run has files."""
     numbered = (f"-{number}" * (number > 1) for number in count(1))
     names = (sibling_path(path, f"{suffix}{number}.pt") for number in numbered)
-    return next(name for name in names if not any(map(os.path.lexists, files_of(name))))
+    return next(name for name in names if not any(map(os.path.lexists, paths_of_run(name))))
 
 
-def promote_snapshot(source: Path, path: Path) -> None:
+def copy_as_newest_snapshot(source: Path, path: Path) -> None:
     """Copy the snapshot `source`, from which a run resumes, to `path`, so that it becomes the run's
     newest snapshot.
 

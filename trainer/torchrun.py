@@ -83,11 +83,11 @@ class Torchrun(OneProcess):
         end_with_torchrun()
         return store
 
-    def remember_out_of_memory(self, policy: str) -> None:
+    def remember_out_of_memory_policy(self, policy: str) -> None:
         if self.store is not None:
             self.store.set("minigpt/shortage", policy)
 
-    def last_out_of_memory(self) -> str:
+    def last_out_of_memory_policy(self) -> str:
         if self.store is None or not self.store.check(["minigpt/shortage"]):
             return ""
         return self.store.get("minigpt/shortage").decode()
@@ -130,7 +130,7 @@ class Torchrun(OneProcess):
             if "EADDRINUSE" in str(error):
                 port = f"MASTER_PORT={self.port}"
                 raise UsageError(f"{port}: another program has this port; choose another") from None
-            if not NO_WAY.search(str(error)):
+            if not UNREACHABLE_PATTERN.search(str(error)):
                 raise
             raise UsageError(
                 f"rank {self.rank} cannot reach the others by gloo ({reason(error)}): set "
@@ -185,11 +185,11 @@ def print_error_once(message: object) -> None:
 
 
 # Parts of gloo's messages when it cannot reach the other processes, or finds no network interface
-NO_WAY = re.compile("connectFullMesh|Unable to find (address|interface)|device.cc")
-# Parts of the messages of NCCL, gloo and the store when another process is late (LATE) or has ended
-# (GONE)
-LATE = re.compile(r"[Tt]imed out|[Tt]imeout")
-GONE = re.compile(
+UNREACHABLE_PATTERN = re.compile("connectFullMesh|Unable to find (address|interface)|device.cc")
+# Parts of the messages of NCCL, gloo and the store when another process is late (LATE_PATTERN) or
+# has ended (GONE_PATTERN)
+LATE_PATTERN = re.compile(r"[Tt]imed out|[Tt]imeout")
+GONE_PATTERN = re.compile(
     "gloo/|ncclRemoteError|remote process exited|closed by remote peer|Connection (reset|refused|"
     "closed)|Broken pipe|communicator (was )?aborted"
 )
@@ -201,10 +201,10 @@ def peer_failure_message(error: Exception) -> str | None:
     Return None also if NCCL finds a fault on this machine: then a traceback is printed.
     """
     text, rank = str(error), os.environ.get("RANK")
-    late = isinstance(error, TimeoutError) or LATE.search(text)
+    late = isinstance(error, TimeoutError) or LATE_PATTERN.search(text)
     is_theirs = isinstance(error, dist.DistError | TimeoutError) or "gloo/" in text
     if isinstance(error, dist.DistBackendError):
-        is_theirs = bool(late or GONE.search(text))
+        is_theirs = bool(late or GONE_PATTERN.search(text))
     if rank is None or not is_theirs:
         return None
     if late:

@@ -66,7 +66,12 @@ MIXES = [
 SETTINGS = {
     "cuda": {"device_type": "cuda", "precision": "bf16"},
     "cpu": {"dropout": 0.1},
-    "accumulate": {"device_type": "cuda", "precision": "bf16", "accumulate": True, "dropout": 0.1},
-    "ddp": {"ddp": True, "compress": True, "device_type": "cuda"},
+    "accumulate": {
+        "device_type": "cuda",
+        "precision": "bf16",
+        "accumulates_gradients": True,
+        "dropout": 0.1,
+    },
+    "ddp": {"ddp": True, "compress_gradients": True, "device_type": "cuda"},
     "shards": {"shard_degree": 2, "precision": "bf16"},
 }

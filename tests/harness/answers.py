@@ -15,7 +15,7 @@ import pytest
 from harness.runs import parse
 
 from scripts import plan_memory
-from trainer.device import MemoryBudget, for_tensors
+from trainer.device import MemoryBudget, without_margin
 from trainer.plan import PlanRequest
 
 SHAPE = "--use-toy-data --vocab-size 61 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 32"
@@ -79,7 +79,7 @@ def budget_for(tensors: float) -> str:
 def room_for(tensors: float) -> MemoryBudget:
     """Return the smallest memory budget of a CPU of which tensors may take `tensors` bytes."""
     about = count(int(tensors / 0.9) - 1)
-    return MemoryBudget(next(n for n in about if for_tensors(n, "cpu") >= tensors), "cpu")
+    return MemoryBudget(next(n for n in about if without_margin(n, "cpu") >= tensors), "cpu")
 
 
 def run(words: list[str]) -> argparse.Namespace:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness.runs import ROOT
 
-from memory import RECOMPUTE_POLICIES, recompute_plan
+from memory import RECOMPUTE_POLICIES, parse_config_recompute
 from model import MiniGPTConfig
 
 PAGE, SCRIPT = ROOT / "docs/calculator.html", ROOT / "docs/calculator.js"
@@ -81,7 +81,7 @@ def random_shapes(n: int, seed: int = 0) -> list[dict[str, Any]]:
 
 def as_page(shape: dict[str, Any]) -> dict[str, Any]:
     """Return a result of `random_shapes` with the names that the page's functions use."""
-    config, policies = shape["config"], recompute_plan(shape["config"]).policies
+    config, policies = shape["config"], parse_config_recompute(shape["config"]).policies
     same = {LETTERS[name]: getattr(config, name) for name in LETTERS}
     same |= {"B": shape["batch_size"], "T": shape["seq_len"], "dropout": config.dropout > 0}
     same |= {name: str(shape[name]).removeprefix("torch.") for name in ("precision", "moments")}

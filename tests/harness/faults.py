@@ -93,9 +93,9 @@ def bad_gradient(value: float) -> Act:
 def infinite_loss(run: Run) -> Any:
     """Make the loss infinite, but leave the gradients finite. A trainer that checks only gradients
     would update the weights."""
-    wrapped = run.wrapped
-    run.wrapped = lambda *batch: wrapped(*batch) + math.inf  # type: ignore[assignment]
-    return lambda: setattr(run, "wrapped", wrapped)
+    wrapped = run.wrapped_model
+    run.wrapped_model = lambda *batch: wrapped(*batch) + math.inf  # type: ignore[assignment]
+    return lambda: setattr(run, "wrapped_model", wrapped)
 
 
 class Injected(Exception):
@@ -180,7 +180,7 @@ def train_step(run: Run, *others: Act) -> Any:
         "moments": weights_hash(moments),
         "scale": run.scaler.get_scale() if run.scaler.is_enabled() else None,
         "collectives": sorted(collectives.seen),
-        "rescues": len(run.rescues),
+        "rescues": len(run.policies_out_of_memory),
     }
     with open(snapshot.sibling_path(run.args.checkpoint_path, f".rank{RANK}.jsonl"), "a") as file:
         file.write(json.dumps(record) + "\n")

@@ -10,7 +10,7 @@ from safetensors.numpy import save
 from data.tokenizer import load_tokenizer
 from data.tokenizer_json import to_json
 from model import MiniGPT, MiniGPTConfig
-from trainer.pretrained import THEIRS, renamed
+from trainer.pretrained import MINIGPT_TO_TRANSFORMERS, renamed_and_transposed
 
 CONFIG: dict[str, Any] = {"model_type": "gpt2", "activation_function": "gelu_new"}
 CONFIG |= {"vocab_size": 257, "n_positions": 32, "n_embd": 16, "n_inner": None}
@@ -25,7 +25,9 @@ def gpt2_tensors() -> Tensors:
     random, model = np.random.default_rng(0), MiniGPT(MiniGPTConfig(257, 32, 2, 2, 16, 64))
     return {
         name: random.normal(0, 0.2, weight.shape).astype(np.float32)
-        for name, weight in renamed(model.state_dict(), THEIRS).items()
+        for name, weight in renamed_and_transposed(
+            model.state_dict(), MINIGPT_TO_TRANSFORMERS
+        ).items()
     }
 
 

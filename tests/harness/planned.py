@@ -32,7 +32,7 @@ def shared(key: tuple, make: Any) -> Planner:
     changed = (
         Planner.__init__,
         Planner.run_fake_step,
-        step.representative_chunks,
+        step.make_representative_starts,
         step.kernel_workspace_bytes,
         step.cublas_workspace_bytes(),
     )
@@ -40,7 +40,7 @@ def shared(key: tuple, make: Any) -> Planner:
         step.MiniGPT,
         head.LOGITS_CHUNK_BYTES,
         head.SOFTMAX_SLICE_ELEMENTS,
-        optimizer.AT_A_TIME,
+        optimizer.UPDATE_CHUNK_ELEMENTS,
         offload.MIN_OFFLOAD_BYTES,
         step.MIN_OFFLOAD_BYTES,
     )
@@ -73,7 +73,7 @@ def planner(config: MiniGPTConfig = CONFIG, precision: str = "fp32", **settings)
     settings = {"make_optimizer": adamw, "seq_len": T} | settings
     return shared(
         (config, precision, *sorted(settings.items())),
-        lambda: Planner(config, precision=PRECISIONS[precision], clip=clip, **settings),
+        lambda: Planner(config, precision=PRECISIONS[precision], clip_gradients=clip, **settings),
     )
 
 

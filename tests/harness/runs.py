@@ -205,7 +205,7 @@ def ready(folder: Path, *flags: str) -> Run:
     """Set up a run with TINY and `flags` in this process. Return the run before its first step."""
     args = parse(*TINY, *flags)
     args.checkpoint_path = folder / "run.pt"
-    return trainer.setup.set_up(args, OneProcess(torch.device("cpu")))
+    return trainer.setup.build_run(args, OneProcess(torch.device("cpu")))
 
 
 def torchrun(
@@ -242,13 +242,13 @@ def plan_nothing() -> None:
     for a run that torchrun has restarted after an out-of-memory error."""
 
     def plan(args, process, config, precision, *given):
-        if args.use_activation_checkpoint == "auto" or process.last_out_of_memory():
+        if args.use_activation_checkpoint == "auto" or process.last_out_of_memory_policy():
             return trainer.plan.plan_memory(args, process, config, precision, *given)
         way = process.gradients_persist, process.world_size, process.shard_degree, process.sp_degree
         what = args, config.vocab_size, process.device, precision, MemoryBudget(None, "cpu"), None
         asked = trainer.plan.PlanRequest(*what, *way)
         return trainer.plan.MemoryPlan(
-            config, "not predicted", None, partial(trainer.plan.next_smaller_step, asked)
+            config, "not predicted", None, partial(trainer.plan.step_with_deeper_recompute, asked)
         )
 
     trainer.setup.plan_memory = plan

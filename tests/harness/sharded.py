@@ -57,9 +57,9 @@ def new_model(
         if process.shard_degree > 1
         else nullcontext()
     ):
-        process.materialize(model)
+        process.allocate_parameters(model)
     torch.manual_seed(0)
-    model.init_weights(process.local_shard)
+    model.init_weights(process.shard_like)
     return model
 
 
@@ -94,7 +94,7 @@ def train_step(
     results = []
     for i in range(n):
         ids, labels = next(batches)
-        with process.gradient_sync(now=i == n - 1):
+        with process.gradient_sync(enabled=i == n - 1):
             with autocast(dtype):
                 loss = wrapper(ids, labels)
             (loss / n).backward()
@@ -159,7 +159,7 @@ def learn(process: OneProcess, variant: dict, dtype: torch.dtype, in_all: int = 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     wrapper, n = process.wrap(model), in_all // process.replicas
     said = [train_step(process, wrapper, optimizer, batches, n, dtype) for _ in range(3)]
-    found = process.full_state_dict(model, optimizer)
+    found = process.full_state_dicts(model, optimizer)
     with torch.no_grad(), autocast(dtype):
         logits = model.eval()(torch.arange(9)[None])  # without labels each process works alone
     return {
@@ -310,10 +310,10 @@ class Storages(LiveStorages):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor then calls this operator for its local tensor
-        self.look_at()
+        self.count_tensors()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def look_at(self, *tensors: object) -> None:
+    def count_tensors(self, *tensors: object) -> None:
         for leaf in tree_leaves(tensors):
             if isinstance(leaf, Tensor):
                 self.add(leaf.untyped_storage())
@@ -344,7 +344,7 @@ def measure(process: FSDPProcess, case: Case) -> int:
     peaks = []
     for _ in range(5):  # a thread of gloo may free a buffer too late: take the minimum
         storages = Storages()
-        storages.look_at(there)
+        storages.count_tensors(there)
         with storages:
             step()
         peaks.append(storages.peak)
@@ -370,7 +370,7 @@ def buckets(words: list[str]) -> int:
     After the micro-batch that averages gradients, all gradients are in DDP's buckets. So the check
     is that they are in the same storages after every other micro-batch, too. The storages change
     once: DDP makes its final buckets in the first forward of the second step. The first two steps
-    are rehearsed (see `retry_with_less_memory` in trainer/run.py), so they run twice.
+    are rehearsed (see `retry_on_out_of_memory` in trainer/run.py), so they run twice.
     """
     # Before and after each micro-batch: address of a storage with gradients -> bytes.
     seen: list[dict[int, int]] = []
