@@ -5,18 +5,18 @@ A prediction needs no GPU, and almost no memory.
 step.py         simulate one step of MiniGPT (read this file first)
 any_model.py    simulate one step of any other model, with `plan_step`
 op_recorder.py  record the operators and storages of a step; all results come from this record
-timeline.py     split the record into segments, such as the forward of one block; compute from the
-                segments the bytes after each operator, the FLOPs, and the bytes that are read and
-                written
+timeline.py     split the record into segments, such as the forward of one block; for each operator,
+                compute its FLOPs, the bytes that it reads and writes, and the bytes that exist
+                after it
 record.py       describe each storage: its name, the operator that made it, why it exists, when it
                 is freed
 operators.py    describe an operator: the arguments that it reads and writes, its FLOPs, the
                 workspace of its GPU kernel
 shards.py       add the memory that train_fsdp.py takes for sharding
 roofline.py     estimate the seconds of a step on a card (a GPU or another device)
-cards.py        list the known cards: memory, FLOP/s, bytes/s; find the card that --card names
-batches.py      find the largest batch that fits, from the steps of two batch sizes
-choose.py       choose the fastest recompute policy that fits
+cards.py        list the cards that --card can name: memory, FLOP/s, bytes/s; find a card by name
+batches.py      find the largest batch that fits in memory, from the steps of two batch sizes
+choose.py       choose the fastest recompute policy that fits in memory
 formulas.py     compute memory and FLOPs by formulas that can be checked by hand
 """
 

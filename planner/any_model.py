@@ -57,8 +57,9 @@ def plan_step(
 
     The planned step is not the first step of a run. So the optimizer's state of all trained weights
     exists before the step begins. Outputs of forward other than the loss, such as logits, are freed
-    before backward, as in `model(**batch).loss.backward()`. Tensors that are neither parameters nor
-    registered buffers of a module are not counted. Tensors in closures and globals are not copied.
+    before backward, as in `model(**batch).loss.backward()`. If the model holds a tensor that is
+    neither a parameter nor a registered buffer, this tensor is not counted. Tensors in closures and
+    globals are not copied with the model.
     On a CPU an nn.LSTM takes more memory than planned, because torch has a separate CPU kernel for
     it.
 
@@ -188,7 +189,7 @@ def becomes_fake(tensor: Tensor) -> bool:
 
 
 def copy_for_simulation(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor on the CPU.
+    """Copy a tensor to the CPU; return the copy.
 
     The copy has no data if `becomes_fake(tensor)`. Call this function only inside a FakeTensorMode.
     """

@@ -1,4 +1,4 @@
-"""Find the largest batch that fits, from the steps of two batch sizes.
+"""Find the largest batch that fits in memory, from the steps of two batch sizes.
 
 With each further sequence the bytes after an operator grow by the same number. So two batch sizes
 suffice to extrapolate. The head is the exception: with more tokens it has more chunks, not larger
@@ -48,9 +48,9 @@ def largest_batch(
         share = (sequences - one.batch_size) / (two.batch_size - one.batch_size)
         return known[0] + share * (known[1] - known[0])
 
-    # All bytes grow linearly with the batch, except the bytes of `head`, because the head runs in
-    # whole chunks. So first find the largest batch that fits without the bytes of `head`. Then
-    # reduce the batch until it fits with these bytes.
+    # All bytes grow linearly with the batch, except the bytes that `head` returns, because the head
+    # runs in whole chunks. So first find the largest batch that fits without these bytes. Then
+    # reduce the batch until it fits with them.
     largest = bisect_right(range(1, MAX_BATCH), budget, key=lambda n: int(at(n, outside).max()))
     while largest > 0 and int(at(largest, heads)) + head(largest) > budget:
         largest -= 1

@@ -1,10 +1,9 @@
-"""List the known cards: memory, FLOP/s and bytes/s, with the source of each figure.
+"""List the cards that --card can name: memory, FLOP/s, bytes/s, and the source of each figure.
 
-A card is a GPU that a user can name. FLOP/s are the maker's peak rates of matrix products as
-training can use them: without sparsity, and with sums in float32. (Since Ampere, NVIDIA's data
-sheets print the rates with sparsity, which are twice as high. With float32 sums a GeForce has half
-the rate that it has with float16 sums.) Kernels reach only a share of a peak; planner/roofline.py
-has this share.
+Each card here is a GPU. FLOP/s are the maker's peak rates of matrix products as training can use
+them: without sparsity, and with sums in float32. (Since Ampere, NVIDIA's data sheets print the
+rates with sparsity, which are twice as high. With float32 sums a GeForce has half the rate that it
+has with float16 sums.) Kernels reach only a share of a peak; planner/roofline.py has this share.
 """
 
 import argparse
@@ -37,14 +36,14 @@ def make_card(
 # Source of NVIDIA's memory: the smallest figure that people reported on Linux, from
 # cudaGetDeviceProperties or from PyTorch's out-of-memory error. Error correction (ECC) takes a
 # sixteenth of the memory of T4, L4 and A10G, and of RTX 6000 Ada if ECC is on. The driver takes a
-# part of the memory of every card. The memory of these cards is estimated from similar cards: RTX
-# 3070, 3080, 4060 Ti, 4070, 4080, 5080, A10G, the PCIe cards, H200.
+# part of the memory of every card. For RTX 3070, 3080, 4060 Ti, 4070, 4080 and 5080, for A10G, the
+# PCIe cards and H200, the memory is an estimate from similar cards.
 GEFORCE = (
     # Source of FLOP/s and GB/s: the appendices of NVIDIA's whitepapers GA102 (3070, 3080, 3090),
     # Ada (4080, 4090) and RTX Blackwell (5080, 5090). FLOP/s are their lines "FP16 Tensor with FP32
-    # Accumulate" and "FP32". RTX 3060, 4060, 4060 Ti and 4070 came after these papers. Their FLOP/s
-    # are computed as CUDA cores x boost clock (from NVIDIA's product pages) x 2 in float32, and
-    # x 4 in bfloat16 and float16.
+    # Accumulate" and "FP32". RTX 3060, 4060, 4060 Ti and 4070 came after these papers. The
+    # FLOP/s of these four cards are CUDA cores x boost clock (from NVIDIA's product pages)
+    # x 2 in float32, and x 4 in bfloat16 and float16.
     make_card("RTX 3060 12GB", 11.6, 12.7, 25.5, 25.5, 360),
     make_card("RTX 3070", 7.6, 20.3, 40.6, 40.6, 448),
     make_card("RTX 3080 10GB", 9.6, 29.8, 59.5, 59.5, 760),
@@ -60,9 +59,9 @@ GEFORCE = (
 DATA_CENTRE = (
     # Source: NVIDIA's data sheets of V100 (SXM2), T4, RTX A6000, RTX 6000 Ada, L4, A100, H100 (SXM
     # and PCIe), H200 SXM and HGX B200. The GB/s of T4 are computed: 5,001 MHz x 2 x 256 bits. The
-    # figures of A10G are those of AWS. (On an A10G 69.5 TFLOP/s were measured. Many tables give the
-    # A10G 125 TFLOP/s. That is the figure of another card, the A10.) RTX A6000 is a workstation
-    # card; its error correction is off by default.
+    # figures of A10G come from AWS. (On an A10G, 69.5 TFLOP/s were measured. Many tables say that
+    # an A10G has 125 TFLOP/s, but this is the figure of another card, the A10.) RTX A6000 is a
+    # workstation card. Its error correction is off by default, so it takes no memory here.
     # V100 and T4 have no hardware for bfloat16: products in bfloat16 run at the rate of float32.
     make_card("V100 16GB", 15.7, 15.7, 15.7, 125, 900),
     make_card("V100 32GB", 31.7, 15.7, 15.7, 125, 900),
@@ -81,18 +80,19 @@ DATA_CENTRE = (
 )
 APPLE = (
     # Each chip is sold with several memory sizes. The table has the smallest size from 16 GB on:
-    # 16 GB for M1, M2, M3, M4 and the Pro chips (but M3 Pro 18 GB, M4 Pro 24 GB), 32 GB for M1 Max
-    # and M2 Max, 36 GB or 48 GB for the other Max chips, 64 GB for M1 Ultra. A GPU may use two
-    # thirds of a memory of up to 32 GB, and three quarters of a larger memory. These shares are
-    # Metal's recommendedMaxWorkingSetSize, which people reported for 16, 32 and 96 GB. For other
-    # sizes the share is an estimate. macOS 26 allows a larger share. Chips are also sold with fewer
-    # GPU cores. If a name has no number of cores, the table assumes the chip with all cores.
+    # 16 GB for M1, M2, M3, M4, M1 Pro and M2 Pro; 18 GB for M3 Pro; 24 GB for M4 Pro; 32 GB for M1
+    # Max and M2 Max; 36 GB for M3 Max 30-core and M4 Max 32-core; 48 GB for M3 Max 40-core and M4
+    # Max 40-core; 64 GB for M1 Ultra. A GPU may use two thirds of a memory of up to 32 GB, and
+    # three quarters of a larger memory. These shares are Metal's recommendedMaxWorkingSetSize,
+    # which people reported for 16, 32 and 96 GB. For other sizes the share is an estimate. macOS 26
+    # allows a larger share. Chips are also sold with fewer GPU cores. If a name has no number of
+    # cores, the table assumes the chip with all cores.
     #
-    # Source of GB/s: Apple's announcements and technical specifications (the 410 GB/s of M4 Max are
-    # unconfirmed). Apple announced the FLOP/s of M1 to M1 Ultra and of M2. The FLOP/s of M2 Pro and
-    # M2 Max are the M2's FLOP/s per core times their cores. The FLOP/s of M3 and M4 chips are
-    # estimates: 256 FLOPs per core and clock cycle, at 1.4 GHz (M3) or 1.57 GHz (M4). Other tables
-    # have up to 16 % more.
+    # Source of GB/s: Apple's announcements and technical specifications (the 410 GB/s of M4 Max
+    # 32-core are unconfirmed). Apple announced the FLOP/s of M1 to M1 Ultra and of M2. The FLOP/s
+    # of M2 Pro and M2 Max are the M2's FLOP/s per core times their number of cores. The FLOP/s of
+    # M3 and M4 chips are estimates: 256 FLOPs per core and clock cycle, at 1.4 GHz (M3) or 1.57 GHz
+    # (M4). Tables of other authors list up to 16 % more FLOP/s for M3 and M4 chips.
     make_card("M1", 10.6, 2.6, 2.6, 2.6, 68.25),
     make_card("M1 Pro", 10.6, 5.2, 5.2, 5.2, 200),
     make_card("M1 Max", 21.3, 10.4, 10.4, 10.4, 400),
@@ -112,7 +112,8 @@ APPLE = (
 CARDS = {card.name: card for card in (*GEFORCE, *DATA_CENTRE, *APPLE)}
 
 # Other name of a card -> its name in the tables above. CUDA reports some of these other names. If a
-# card is sold with several memory sizes, its name without a size means the size in the tables.
+# card is sold with several memory sizes and the tables have only one of them, the card's name
+# without a size means this one.
 ALIASES = {
     "RTX 3060": "RTX 3060 12GB",
     "RTX 3080": "RTX 3080 10GB",
@@ -141,12 +142,12 @@ CANONICAL_NAMES = {
 
 
 def canonical_card_name(text: str) -> str:
-    """Return the name in CARDS of the card that `text` means, or THIS_MACHINE.
+    """Return the card's name in CARDS for a text that names a card; or return THIS_MACHINE.
 
     argparse calls this function for the value of --card. Valid texts are "RTX 4090", "rtx-4090",
     "4090", "a100_40gb", and names that torch.cuda.get_device_name() returns. Raises
-    ArgumentTypeError if the text means no card, or may mean several. The message is one line with
-    all names.
+    ArgumentTypeError if the text names no card, or may name several cards. The message is one line
+    with all names.
     """
     if normalize_name(text) not in CANONICAL_NAMES:
         similar = [
@@ -165,8 +166,9 @@ def canonical_card_name(text: str) -> str:
 def match_card(device_name: str, memory: int) -> Card | None:
     """Return the card that CUDA calls `device_name`; None if CARDS does not have this card.
 
-    The result is also None if `memory` (bytes) and the card's memory differ by 15 % or more. A
-    variant of a card is not the card: a laptop's GPU, a part of a GPU (MIG), an RTX 3060 with 8 GB.
+    The result is also None if `memory` (bytes) and the card's memory differ by 15 % or more.
+    For a variant of a card the result is None, too: for a laptop's GPU, for a part of a GPU (MIG),
+    for an RTX 3060 with 8 GB.
     """
     card = CARDS.get(CANONICAL_NAMES.get(normalize_name(device_name), ""))
     return card if card and 0.85 < memory / card.memory < 1.15 else None
@@ -177,9 +179,9 @@ def choose_card(args: argparse.Namespace, device: torch.device) -> Card | None:
 
     `args`: a trainer's flags. --card names the card. Without --card the result is this machine's
     CUDA GPU, if CARDS has it. With --tf32 the float32 rate of the returned card is the rate of
-    TF32: half of the card's bfloat16 rate, if this is more. With `--card this-machine` the function
-    measures the device in two or three seconds. It measures attention with the model's sequence
-    length and head size.
+    TF32: half of the card's bfloat16 rate, if this half is more than the float32 rate. With
+    `--card this-machine` the function measures the device in two or three seconds. It measures
+    attention with the model's sequence length and head size.
     """
     if args.card == THIS_MACHINE:
         return this_machine(device, args.seq_len, args.d_model // args.n_heads)

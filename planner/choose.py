@@ -1,4 +1,4 @@
-"""Choose the fastest recompute policy that fits, by predictions of the planner."""
+"""Choose the fastest recompute policy that fits in memory, by predictions of the planner."""
 
 import math
 from collections.abc import Sequence
@@ -52,8 +52,8 @@ def pick_fastest_fitting_step(
 def nested_policies(n_layers: int) -> list[str]:
     """Return the policy strings `full/K+nested` with the fewest block inputs, the fastest first.
 
-    With groups of K blocks n_layers / K + K block inputs exist at a time. `full` keeps n_layers
-    inputs. The result is empty if no K gives fewer inputs than `full`.
+    Groups of K blocks keep n_layers / K + K block inputs at a time. `full` keeps n_layers block
+    inputs. The result is empty if no K gives fewer block inputs than `full`.
     """
     sizes = {math.isqrt(n_layers), math.isqrt(n_layers - 1) + 1}
     group_sizes = sorted(K for K in sizes if K + math.ceil(n_layers / K) < n_layers)
@@ -65,8 +65,9 @@ def rank_candidate_steps(
 ) -> list[StepMemory]:
     """Return the candidates of `pick_fastest_fitting_step`, the fastest first.
 
-    Equally fast candidates are sorted by peak, the smallest first. `card`: the fastest candidate
-    has the fewest predicted seconds on this card; None: it has the lowest `recompute_cost_key`.
+    Equally fast candidates are sorted by peak, the smallest first. With a `card` the fastest
+    candidate has the fewest predicted seconds on this card. Without a card it has the lowest
+    `recompute_cost_key`.
     """
 
     def cost(step: StepMemory) -> tuple:
@@ -79,11 +80,11 @@ def rank_candidate_steps(
 
 
 def pareto_frontier(steps: list[StepMemory]) -> list[StepMemory]:
-    """Return those of `steps` that `pick_fastest_fitting_step` returns for some budget.
+    """Return each step that `pick_fastest_fitting_step` returns for some budget.
 
     `steps`: the result of `rank_candidate_steps`, the fastest first. The returned list begins with
-    the step that recomputes nothing. Each further step in it has a smaller peak than all faster
-    steps.
+    the step that recomputes nothing. Each further step in the list has a smaller peak than all
+    faster steps.
     """
     frontier = [step for step in steps if step.config.recompute == "none"]
     for step in steps:
@@ -110,8 +111,9 @@ def enumerate_policy_strings(
 ) -> list[str]:
     """Return a policy string for each policy in all blocks, and for each pair of policies.
 
-    A pair has one policy in the first N blocks and another policy in the rest. Only the first
-    policy may have groups of blocks. N is then a multiple of the group size.
+    A pair has one policy in the first N blocks and another policy in the rest. `none` is never the
+    first policy. Only the first policy may have groups of blocks. If it has groups, N is a multiple
+    of the group size.
     """
     names = list(policies)
     for first, rest in permutations(policies, 2):

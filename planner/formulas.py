@@ -34,22 +34,23 @@ def closed_form_bytes(
     parameters  4 P, where P = (V + T_max) C + L (4 C^2 + 2 C F + 9 C + F) + 2 C
     gradients   4 P
     optimizer   AdamW: 2 m P for two moments, and a step counter of 4 bytes for each tensor.
-                Muon: as AdamW; but only one moment and no counter for the matrices of the blocks,
-                which have L (4 C^2 + 2 C F) of the P parameters
+                Muon: the same, except for the matrices of the blocks. These have one moment and no
+                counter. They have L (4 C^2 + 2 C F) of the P parameters
     blocks      for each block the bytes of the tensors that its policy keeps (memory/policies.py);
                 `sizes` in the code below has the bytes of each tensor
     head        with chunks of n tokens, the sum of:
-                - the gradient of the weight 4 V C, and of the head's input 4 N C
-                - labels and losses of one chunk 13 n, and its logits a V n
-                - under autocast, copies of the weight 2 V C and of a chunk's input 2 n C. V is then
-                  rounded up to a multiple of 64
+                - 4 V C for the gradient of the weight, 4 N C for the gradient of the head's input
+                - 13 n for the labels and losses of one chunk, a V n for its logits
+                - under autocast, 2 V C for a copy of the weight, 2 n C for a copy of a chunk's
+                  input. Under autocast, V is rounded up to a multiple of 64 in this copy of the
+                  weight and in the logits
                 - the largest of these three, which exist one after the other:
-                  - the log-likelihoods of a slice of r tokens 4 r, and under autocast its float32
-                    logits 4 V r
-                  - under autocast, the gradient of some rows of the weight, at most 2^23
-                  - the gradient of the chunk's input a n C
-                with all tokens at once (loss_chunks=1): 12 V N, and under autocast the copies
-                2 V C + 2 N C
+                  - 4 r for the log-likelihoods of a slice of r tokens, and under autocast 4 V r
+                    for the slice's float32 logits
+                  - under autocast, at most 2^23 for the gradient of some rows of the weight
+                  - a n C for the gradient of the chunk's input
+                with all tokens at once (loss_chunks=1): 12 V N, and under autocast 2 V C + 2 N C
+                for the copies
 
     The peak of a step is not the sum of these parts, because backward frees activations while it
     makes gradients.
@@ -75,7 +76,7 @@ def closed_form_bytes(
         "qkv": 3 * a * N * C,
         "attention": a * N * C + 4 * N * H,  # 4 N H: the softmax's normaliser
         "c_proj": copies * C * C,
-        "mask": 2 * N * C * bool(config.dropout),  # masks of both halves, if dropout is fused
+        "mask": 2 * N * C * bool(config.dropout),  # two masks, if dropout is fused
         "x2": 4 * N * C,
         "ln_2": a * N * C + 8 * N + copies * C * F,
         "c_fc": a * N * F,
@@ -158,25 +159,26 @@ def flops_per_token(
     blocks, `full` recomputes the whole block.
 
     The documents of this project always count these FLOPs: all matrix products of a step, including
-    attention's. They divide FLOPs by `needed`. For GPT-2 small with T = 1,024, a step with `full`
-    takes 1.17 without dropout, and 1.24 with dropout.
+    attention's. They give a ratio: needed plus recomputed FLOPs, divided by needed FLOPs. For GPT-2
+    small with T = 1,024, the ratio of `full` is 1.17 without dropout, and 1.24 with dropout.
     """
     C, F = config.d_model, config.d_ff
-    linear = 2 * C * F  # FLOPs of c_fc, and of the MLP's c_proj
+    linear = 2 * C * F  # FLOPs of c_fc; the MLP's c_proj takes as many
     flops = {"c_attn": 6 * C * C, "attention": 2 * seq_len * C, "c_proj": 2 * C * C, "c_fc": linear}
     before_last = sum(sizes_of_chunks(seq_len, F, config.mlp_chunks)[:-1]) / max(seq_len, 1)
     recomputed: float = 0
     for policy, blocks in parse_config_recompute(config).policies_by_group:
         keeps, matmuls = (names.split() for names in POLICIES[policy][:2])
-        # Recomputation of a group runs all its blocks to their ends, but stops early in the last
-        # block. In a nested group it leaves out the last block. Then each block is recomputed
-        # alone, and its recomputation stops early. With `full` a compiled block never stops early.
+        # Recomputation of a group runs all its blocks to their ends, except that it stops early in
+        # the last block, before its last matmul. Recomputation of a nested group leaves out the
+        # last block. After that, each block is recomputed alone, and its recomputation stops early.
+        # With `full`, recomputation of a compiled block never stops early.
         nested = parse_config_recompute(config).nested and blocks > 1
         n_block_runs = 2 * blocks - 1 if nested else blocks
-        # With dropout a recomputation also makes the second mask, so it runs the last matmul, which
-        # comes before this mask. (If a policy is compiled with its block, recomputation makes the
-        # mask without that matmul. But the checkpoint of `full` is outside of the compiled block,
-        # so it runs the whole block.)
+        # With dropout a recomputation also makes the mask of the block's last dropout, so it runs
+        # the last matmul, which comes before this mask. (If a policy is compiled with its block,
+        # recomputation makes the mask without that matmul. But the checkpoint of `full` is outside
+        # of the compiled block, so its recomputation runs the whole block.)
         never_stops_early = policy == "full" if compiled else config.dropout > 0
         n_early_stops = 0 if never_stops_early else blocks if nested else 1
         last_matmuls = (
@@ -185,8 +187,8 @@ def flops_per_token(
         recomputed += n_block_runs * sum(flops[name] for name in matmuls) + last_matmuls
         if config.mlp_chunks != 1 and POLICIES[policy].supports_mlp_chunks and policy != "mlp":
             # Each chunk has a checkpoint inside the block's checkpoint. Recomputation of the block
-            # runs both MLP layers of all chunks except the last, and then stops. After that each
-            # chunk is recomputed alone.
+            # runs both MLP layers of all chunks except the last chunk, and then stops. After that
+            # each chunk is recomputed alone.
             recomputed += (
                 linear * (blocks - n_early_stops) + 2 * linear * before_last * n_early_stops
             )

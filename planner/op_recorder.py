@@ -59,14 +59,14 @@ class CallSite(NamedTuple):
 
     module: str  # "blocks.0.mlp.c_fc"; "": the model itself, or no module
     file_and_line: str  # "model.py:106"
-    # The operator belongs to backward. `module` and `file_and_line` are then those of its forward
-    # operator.
+    # True: the operator belongs to backward. `module` is then that of the forward operator whose
+    # gradient it computes. So is `file_and_line`, unless a line of memory/ calls the operator.
     is_backward: bool = False
 
 
 UNKNOWN_SITE = CallSite("", "")
 
-# Begin of a phase: (number of its first operator, its name, index of the block that runs or None)
+# Start of a phase: (number of its first operator, its name, index of the block that runs or None)
 PhaseMark = tuple[int, str, int | None]
 
 
@@ -103,17 +103,19 @@ class OpRecorder(TorchDispatchMode):
         super().__init__()
         self.sources, self.kernel_workspace = sources, kernel_workspace
         self.phase_marks: list[PhaseMark] = [(0, "", None)]
-        self.ops = [Op("", self.phase_marks[0])]  # index: number; 0: the time before the step
+        self.ops = [Op("", self.phase_marks[0])]  # ops[n]: operator n; ops[0]: before the step
         self.storages: list[Storage] = []  # in order of birth
         self.live_storages: dict[int, tuple[weakref.ref, Storage]] = {}  # live storages, by address
         self.times = 1  # each operator from now on represents this many equal operators
         self.forward_end = 0  # number of forward's last operator
-        # For each tensor that offload copies out: its bytes, and the phase and block of that time.
+        # For each tensor that offload copies out: its bytes, and the phase mark at the copy.
         self.offloaded_tensors: list[tuple[int, PhaseMark]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here; torch's wrapper would take longer than recording
+        # True would wrap `__torch_dispatch__` in a function that turns torch.compile off. Nothing
+        # is compiled here, and this wrapper would take longer than recording.
+        return False
 
     @property
     def n_ops(self) -> int:
@@ -273,22 +275,23 @@ class CallSiteTracker:
 
     Autograd runs the operators of backward, so no line of the model calls them. But in forward
     autograd gives each node of its graph a sequence number, which the node still has in backward.
-    So the tracker stores in forward the call site of each sequence number, and looks it up in
-    backward. (The tracker does not search the local variables of the stack's frames for modules.
-    Such a search would keep tensors alive that are about to be freed.)
+    So in forward the tracker stores a call site for each sequence number, and in backward it looks
+    up this call site. (The tracker does not search the local variables of the stack's frames for
+    modules. Such a search would keep tensors alive that are about to be freed.)
     """
 
     def __init__(self, model: nn.Module):
         self.names = {module: name for name, module in model.named_modules()}
         self.running = [""]  # names of running modules, the innermost last
-        self.of_forward: dict[int, CallSite] = {}  # by autograd's sequence number
+        self.of_forward: dict[int, CallSite] = {}  # autograd's sequence number -> call site
 
     def current(self, phase: str, block: int | None) -> CallSite:
         """Return the call site of the operator that has just run."""
         line = line_of_the_model()
         node = torch._C._current_autograd_node()  # None in forward, and in an optimizer's step
         if node is None or line.startswith(RECOMPUTED_FILES):
-            # If a policy recomputes parts of a block, the block's own forward does not run.
+            # If a policy recomputes parts of a block, the block's own forward does not run. So if
+            # no module is running, use the block of the phase mark.
             running = self.running[-1] or ("" if block is None else f"blocks.{block}")
             site = CallSite("head" if phase == "head" else running, line)
             # If autograd recorded this operator, the last sequence number is this operator's.
@@ -330,8 +333,8 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
     """Return the storages that `forward()` makes on the model's device and keeps for backward.
 
     `forward` runs with gradients and returns a tensor. Parameters and inputs exist before `forward`
-    and do not count. The low-precision copies of weights that autocast makes count. The gradients
-    that the head makes in forward count, too (`loss_chunks`). If the model was built on fake
+    and do not count. These storages count, too: autocast's low-precision copies of weights,
+    and the gradients that the head makes in forward (`loss_chunks`). If the model was built on fake
     tensors, the call needs no memory.
     """
     weight = next(model.parameters())
@@ -343,8 +346,8 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
     with fake, sources.listen(), log:
         result = forward()
     # Keep only the graph: it holds the tensors that backward needs. The result itself does not
-    # count. (On torch 2.11 `result.grad_fn` does not keep the node of an autograd.Function alive,
-    # such as the head's node.)
+    # count. (`result.grad_fn` cannot replace `graph`: on torch 2.11 it does not keep the node of an
+    # autograd.Function alive, such as the head's node.)
     graph = get_gradient_edge(result)
     del result
     alive = [storage for storage in log.storages if storage.died == math.inf]

@@ -5,8 +5,8 @@ FLOPs, its workspace on a GPU.
   in forward. Its backward has five, because backward computes the scores again. Causal attention
   skips the masked half of each product.
 - Bytes are those of the tensors that an operator reads or writes; each tensor counts once. An
-  operator that returns a view moves no bytes, nor does an operator that only allocates memory. A
-  lookup reads only the rows that it returns, not the whole table.
+  operator that returns a view, or that only allocates memory, moves no bytes. A lookup reads only
+  the rows that it returns, not the whole table.
 """
 
 from functools import cache
@@ -31,13 +31,13 @@ WRITE_ONLY_OPS = {"copy_", "fill_", "zero_", "normal_"}
 # (operator, argument). torch declares these arguments as written, but without a GradScaler the
 # operator only reads them.
 ONLY_READ_ARGUMENTS = {("_fused_adamw_", "grads")}
-# (operator, argument). The operator reads or writes only some elements of this argument: as many as
-# it looks up, or adds.
+# (operator, argument). The operator reads or writes only some elements of this argument: as many
+# elements as it looks up or adds.
 INDEXED_ARGUMENTS = {
     ("embedding", "weight"), ("gather", "self"), ("index_select", "self"), ("index", "self"),
     ("scatter_", "self"), ("index_add_", "self"),
 }  # fmt: skip
-ATTENTION_NAMES = ("attention", "attention_backward")  # one name for the operators of all devices
+ATTENTION_NAMES = ("attention", "attention_backward")  # the same names on all devices
 
 
 class SchemaArgument(NamedTuple):
@@ -133,9 +133,10 @@ def cublas_workspace_bytes() -> int:
     The thread that runs forward has one workspace, and autograd's thread has the other.
 
     Source: `getChosenWorkspaceSize` in PyTorch's CublasHandlePool.cpp. Each workspace has
-    2 x 4,096 KiB + 8 x 16 KiB, but 32 MiB on Hopper and Blackwell. On AMD's GPUs it has 32 MiB, but
-    128 MiB on MI300 and MI350; hipBLASLt takes 76 MiB more for its own workspace. On a machine
-    without a GPU the result is that of NVIDIA's GPUs before Hopper.
+    32 MiB on Hopper and Blackwell, and 2 x 4,096 KiB + 8 x 16 KiB on NVIDIA's other GPUs. It has
+    128 MiB on MI300 and MI350, and 32 MiB on AMD's other GPUs. On all AMD GPUs, each of the
+    two threads has a second workspace, for hipBLASLt, of 76 MiB. On a machine without a GPU the
+    result is that of NVIDIA's GPUs before Hopper.
     """
     gpu = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
     if gpu and torch.version.hip:
@@ -150,8 +151,8 @@ def kernel_workspace_bytes(operator: Any, args: tuple) -> int:
     `operator`: the CPU operator that simulates this kernel. `args`: its positional arguments.
 
     Only the backward of fused attention has a workspace here. Its kernel sums the gradient of q in
-    float32, and keeps one float32 value for each row of q: `dq_accum` and `softmax_d` of
-    FlashAttention-2 (Dao, 2023). T is rounded up to a multiple of 128, and the size of a head to a
+    float32 (`dq_accum` of FlashAttention-2; Dao, 2023). It also keeps one float32 value for each
+    row of q (`softmax_d`). T is rounded up to a multiple of 128, and the size of a head to a
     multiple of 32. For float32 tensors there is no such kernel. (From torch 2.11 on, H100 and B200
     use cuDNN's kernel. Its workspace is not planned.)
     """

@@ -128,7 +128,7 @@ def build_step_record(log: OpRecorder, step: StepMemory) -> StepRecord:
     storages = []
     for seen in log.storages:
         if seen.device.type != "cpu" or not seen.nbytes:
-            continue  # offloaded, or without bytes: the full weight of a sharded model
+            continue  # offloaded; or without bytes, as the full weight of a sharded model
         storage = replace(seen)  # a copy: the log's storages change later, when they are freed
         storages.append(storage)
         storage.reason_alive = storage.reason_alive or reason_alive(
@@ -175,7 +175,7 @@ def name_of_result(op: Op, i: int, dtype: torch.dtype) -> str:
         )
     results = (BACKWARD_RESULT_NAMES if is_backward else FORWARD_RESULT_NAMES).get(name, ())
     result, code = results[i] if i < len(results) else name, read_source_line(line)
-    half = re.search(r"\b(attention|feed_forward)\(", code)  # the half that add_residuals calls
+    half = re.search(r"\b(attention|feed_forward)\(", code)  # the method that the line calls
     if module.endswith("dropout"):
         result = "gradient of input" if is_backward else DROPOUT_RESULT_NAMES.get(name, result)
         module += f" of {half[1]}" if half else ""

@@ -6,8 +6,9 @@ of a step is the sum over its operators. The estimate serves to rank recompute p
 the ratio of two steps' times better than their milliseconds.
 
 Left out:
-- caches: all bytes come from memory (the cost of a policy changes by about one percentage point)
-- offload's copies, which run at the same time as the computation (but may take longer)
+- caches: all bytes come from memory (caches would change the cost of a policy by about one
+  percentage point)
+- offload's copies, which run at the same time as the computation (but may take longer than it)
 - the time in which DDP averages gradients
 - all FLOPs outside of matrix products
 - the time of Python code, which is most of a small model's step on a CPU
@@ -68,9 +69,10 @@ def this_machine(
 
     The rates are measured, so both efficiencies are 1. If the device has no hardware for float16 or
     bfloat16, the Card has the low rates that were measured. Attention is measured with `seq_len`
-    tokens and `head_size` channels, because its FLOP/s depend on both. For example, on a CPU in
-    bfloat16 the backward of attention reaches a 50th of the FLOP/s of other matrix products with 64
-    tokens and 32 channels. With 1,024 tokens and 64 channels it reaches a third.
+    tokens and `head_size` channels, because its FLOP/s depend on both. For example, take the
+    backward of attention on a CPU in bfloat16. With 64 tokens and 32 channels, it reaches a 50th of
+    the FLOP/s that other matrix products reach. With 1,024 tokens and 64 channels, it reaches a
+    third of them.
     """
     device = device or torch.device("cpu")
     card = measure_card(device, seq_len, head_size)
@@ -86,7 +88,8 @@ def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
     n, size = (4096, 2**28) if on_gpu else (1024, 2**26)
 
     def product(dtype: torch.dtype) -> float:
-        side = 128 if dtype == torch.float16 and not on_gpu else n  # 1000 times slower on CPUs
+        # On CPUs, products in float16 are 1000 times slower.
+        side = 128 if dtype == torch.float16 and not on_gpu else n
         a, b = torch.randn(2, side, side, device=device).to(dtype)
         return 2 * side**3 / measure_seconds(lambda: a @ b)
 

@@ -7,15 +7,15 @@ block, or a table of positions. All other weights, those of the token embedding 
 
     when                             memory
     the group is about to run        - an all-gather buffer, in which the shards of all processes
-                                       arrive. In forward the buffer stays until the next group's
-                                       buffer has arrived
+                                       arrive. In forward the buffer stays until the shards of the
+                                       next group have arrived
                                      - the full weights, which are copied from this buffer
-    the group has run                none: the full weights are freed. But those of the root group
-                                     stay until backward ends
+    the group has run                none: the full weights are freed. (Only the full weights of the
+                                     root group stay until backward ends.)
     backward is about to run         - the full weights again (except for a table of positions: its
                                        gradient does not need its weights)
-                                     - the all-gather buffer of the block before, so that backward
-                                       of that block need not wait for its weights
+                                     - the all-gather buffer of block i - 1, if this group is block
+                                       i, so that backward of block i - 1 need not wait for weights
     the group is recomputed earlier  the full weights, until backward of the group ends. (With
                                      full/K+nested, K blocks are recomputed before their backward.)
     backward has run                 the full weights are freed. The full gradients are copied to a
@@ -24,17 +24,18 @@ block, or a table of positions. All other weights, those of the token embedding 
                                      that of the next group exists
     more micro-batches follow        the full gradients of the group stay
 
-With --gather-dtype bfloat16 the group of a block has only the block's linear layers. The LayerNorms
-stay in float32, in the root group. A process rounds its shards to bfloat16 before it sends them.
-Backward makes the full gradients of linear layers in bfloat16. These gradients are float32 while
-they wait for more micro-batches, and when they are summed over processes.
+With --gather-dtype bfloat16, the group of a block has only the block's linear layers. Its
+LayerNorms stay in float32 and belong to the root group. A process rounds its shards to bfloat16
+before it sends them. Backward makes the full gradients of linear layers in bfloat16. These
+gradients are float32 while they wait for more micro-batches, and when they are summed over
+processes.
 
 `add_shards` adds this memory to the record of a step. The operators in the record show when each
-block runs. The planned memory agrees with that of real processes within 2 %. The table follows
-torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py. torch 2.11 and torch 2.13 were measured,
-and take the same memory. A GPU copies on separate streams, but there Python allocates in the same
-order as on a CPU. Not counted are weights that an optimizer gathers (Muon gathers a few full
-matrices at a time).
+block runs. The planned memory agrees with that of real processes within 2 %. The table above
+follows torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py. torch 2.11 and torch 2.13 were
+measured, and take the same number of bytes. On a GPU the copies run on separate streams, but Python
+allocates in the same order as on a CPU. So the plan for a GPU uses the same table. The plan does
+not count weights that an optimizer gathers. (Muon gathers a few full matrices at a time.)
 """
 
 from itertools import pairwise
@@ -101,11 +102,11 @@ def add_shards(
     Args:
         log: the recorder of a step that has run forward and backward with the full model.
         model: the full model, with its gradients.
-        own: a model with this rank's shards of all parameters, and their gradients.
+        local_model: a model with this rank's shards of all parameters, and their gradients.
         n: the number of processes.
         gloo: also add the buffers of gloo, the communication backend of CPUs.
         in_bfloat16: blocks are gathered in bfloat16.
-        sums: bfloat16 weight -> its gradient of earlier micro-batches, in float32.
+        sums: bfloat16 weight -> the sum of its gradients of earlier micro-batches, in float32.
     """
     times, now = op_bounds_by_phase_and_block(log), log.n_ops
 
@@ -130,12 +131,13 @@ def add_shards(
         add("temporaries", GLOO, size * gloo, at, min(at, then))
         share_gradients(log, whole, shards, sums, end)
 
-    # The root group's weights stay until backward ends, those of tables until the blocks begin.
+    # Full weights stay until the blocks begin (tables), or until backward ends (the root group).
     begin, first = times["forward", None][0], times["forward", 0][0]
     root, shards = (root_group_params(each, in_bfloat16) for each in (model, local_model))
     size = n * sum(shard.nbytes for shard in shards)
     gather(size, begin, begin + 1 if position_embeddings(model) else first, begin, now)
-    average(root, shards, now, now + 1, now)  # (no buffer: the freed weights leave room for it)
+    # The root group gets no reduce-scatter buffer: it fits in the place of the freed full weights.
+    average(root, shards, now, now + 1, now)
     # torch before 2.15 keeps the last full gradient until it is reduced over the processes.
     early = parse_release(torch.__version__) >= (2, 15)
     for table, local_table in zip(
@@ -187,8 +189,9 @@ def op_bounds_by_phase_and_block(
 ) -> dict[tuple[str, int | None], tuple[int, int, int]]:
     """Return a dict: (phase, block) -> three numbers of operators.
 
-    They are the first operator, the first operator of the last visit, and the last operator. A
-    phase may visit a block several times.
+    A phase may visit a block several times. The first number is that of the first operator of the
+    first visit. The second number is that of the first operator of the last visit. The third number
+    is that of the last operator of the last visit.
     """
     times: dict[tuple[str, int | None], tuple[int, int, int]] = {}
     for (at, phase, block), (then, *_) in pairwise([*log.phase_marks, (log.n_ops + 1, "", None)]):
@@ -200,8 +203,8 @@ def op_bounds_by_phase_and_block(
 def block_group_params(blocks: nn.Module, in_bfloat16: bool) -> list[nn.Parameter]:
     """Return the weights that are gathered when a block runs.
 
-    `in_bfloat16`: return only the weights of linear layers, which autocast rounds to bfloat16; else
-    return all weights of the blocks.
+    `blocks`: one block, or a list of blocks. `in_bfloat16`: True: return only the weights of linear
+    layers, because autocast rounds these weights to bfloat16; False: return all weights.
     """
     layers = [
         layer for layer in blocks.modules() if not in_bfloat16 or isinstance(layer, nn.Linear)

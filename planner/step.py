@@ -127,8 +127,9 @@ class Planner:
         key, plan = (batch_size, config), parse_config_recompute(config)
         if key not in self.steps:
             # Some memory of a block still exists when the next block runs: tensors that offload is
-            # copying, or all-gather buffers. It depends on the policies of both blocks. So if the
-            # blocks differ, simulate the whole step.
+            # copying, or all-gather buffers. This memory depends on both blocks. So simulate the
+            # whole step if blocks with offload have several policies, or if sharded blocks run in
+            # groups.
             is_mix, in_groups = len(set(plan.policies)) > 1, plan.group_size > 1
             if plan.offload and is_mix or self.shard_degree > 1 and in_groups:
                 _, self.steps[key] = self.simulate_whole_step(batch_size, config)
@@ -190,9 +191,9 @@ class Planner:
             )
             segments = split_into_segments(self.run_fake_step(batch_size, short, frame), [size] * n)
             if frame is None:
-                # The update needs the gradients of all blocks. So here the gradients of the blocks
-                # that do not run exist from the begin. Do not count them: in the composed step the
-                # backward of each block makes them.
+                # The update needs the gradients of all blocks. So the gradients of the blocks that
+                # do not run here exist from the start of this step. Do not count these gradients:
+                # in the composed step the backward of each block makes them.
                 left_out = (
                     set(self.local_model.blocks[n:].parameters()) - self.params_with_kept_grads
                 )
@@ -212,8 +213,8 @@ class Planner:
             memory: changed settings of the config, as in `step`.
         """
         with_offload = parse_config_recompute(replace(self.config, **memory)).offload
-        # With fewer sequences the residual stream is too small for offload. So steps with fewer
-        # sequences do not predict steps with larger batches.
+        # With fewer than `min_batch` sequences the residual stream is too small for offload. So
+        # steps with fewer sequences do not predict steps with larger batches.
         min_batch = (
             math.ceil(MIN_OFFLOAD_BYTES / (4 * self.local_seq_len * self.config.d_model))
             if with_offload
@@ -223,7 +224,8 @@ class Planner:
         # Prefer the step with one sequence: other functions need it, too, and `step` caches it.
         two = self.step(one.batch_size + 1 if with_offload else 1, **memory)
         if len(bytes_outside_head(one)) != len(bytes_outside_head(two)):
-            # With one sequence a reshape may return a view. With more sequences it copies.
+            # With one sequence a reshape may return a view. With more sequences it copies, which is
+            # one more operator.
             two = self.step(one.batch_size + 1, **memory)
 
         def fits(sequences: int) -> bool:
@@ -279,14 +281,14 @@ class Planner:
         planner's model.
 
         Args:
-            known: another step, which has the same head and the same update. If it is given, leave
-                head and update out of this step. None: run both.
+            known: segments of another step, which has the same head and the same update. If they
+                are given, leave head and update out of this step. None: run head and update.
             sources: finds the call sites that the recorder stores; None: store no call sites.
         """
         model, parameters = self.model, list(self.local_model.parameters())
         blocks = model.blocks[: config.n_layers]
         with self.fake:
-            # Weights whose gradients exist before forward. (For bfloat16 weights: float32 sums.)
+            # Weights whose gradients exist before forward: float32 sums for bfloat16 weights.
             weights = self.params_with_kept_grads.union(parameters if self.shard_degree > 1 else ())
             if not known:
                 weights = weights.union(self.local_model.blocks[config.n_layers :].parameters())
@@ -305,7 +307,8 @@ class Planner:
             cast(BlocksWithPolicies, model.blocks_with_recompute).offload_pool = pool
             for handle in register_phase_hooks(blocks, model.ln_f, log):
                 hooks.enter_context(handle)
-            for parameter in self.names.keys() - parameters:  # full weights: shards count instead
+            # The full weights of a sharded model take no memory here. `add_shards` counts them.
+            for parameter in self.names.keys() - parameters:
                 log.add_storage(parameter).nbytes = 0
             label_existing_storages(log, self.names, self.optimizer, self.sums)
             log.label_storage(batch, "activations", "token ids and labels")  # backward needs them
@@ -322,7 +325,7 @@ class Planner:
                 del copies, copy
             log.enter_phase("optimizer")
             if known:
-                torch.empty(1)  # one operator of the update: storages freed below end with it
+                torch.empty(1)  # replaces the update; storages freed below end after it
             else:
                 # A GPU clips all tensors at once. By default torch would not do so on a CPU.
                 self.clip_gradients(parameters, 1.0, foreach=not self.on_cpu)
@@ -349,7 +352,7 @@ class Planner:
 
     @property
     def params_with_kept_grads(self) -> set[nn.Parameter]:
-        """Weights whose gradients exist during the whole step, from its begin to its end."""
+        """Weights whose gradients exist during the whole step, from its start to its end."""
         return set(self.model.parameters()) if self.accumulates_gradients or self.ddp else set()
 
 
@@ -376,7 +379,7 @@ class SimulatedPinnedPool(PinnedPool):
             self.device = torch.device("meta")  # so host memory does not count as memory of the GPU
 
     def acquire_buffers(self, like: Tensor) -> list[Tensor]:
-        """Return one host buffer for the 1-D `like`, and record the copy to it."""
+        """Return one host buffer for the 1-D tensor `like`, and record the copy to it."""
         self.log.offloaded_tensors.append((like.nbytes, self.log.phase_marks[-1]))
         return [self.reuse_or_allocate(pinned_nbytes(like.nbytes), pinned=False)]
 
@@ -387,9 +390,9 @@ def make_representative_starts(
     """Return a replacement for `chunk_starts` of memory/head.py that yields few chunks.
 
     The head may have millions of chunks. The replacement yields the starts of the first chunk, of
-    the second chunk, and of the last chunk. The second chunk represents all chunks in between,
-    which run the same operators. If `known` is given, its step has the operators of the head. Then
-    the replacement yields no chunk.
+    the second chunk, and of the last chunk. The second chunk represents all chunks between the
+    first and the last, because they run the same operators. If `known` is given, its step has the
+    operators of the head. Then the replacement yields no chunk.
     """
 
     def starts_of_few(n_tokens: int, n: int) -> Iterator[int]:

@@ -67,10 +67,10 @@ class Segment:
     checkpoint.
     """
 
-    phase_marks: list[PhaseMark]  # (first operator, counted from the segment's begin; phase; block)
-    # (operators, 2, kinds) int64: bytes that each operator allocates, and bytes that end with it.
+    phase_marks: list[PhaseMark]  # (first operator, counted from the segment's start; phase; block)
+    # (operators, 2, kinds) int64: bytes that each operator allocates; bytes freed right after it.
     allocated_and_freed: np.ndarray
-    work: np.recarray  # of OP_WORK_DTYPE; `at` is counted from the segment's begin
+    work: np.recarray  # of OP_WORK_DTYPE; `at` is counted from the segment's start
     kept: int  # bytes that the segment keeps for backward
     offloaded_sizes: list[int]  # bytes of each tensor that offload copies out
 
@@ -172,7 +172,7 @@ class StepMemory:
 
     @cached_property
     def begins(self) -> list[int]:
-        """Numbers of the first operators of all segments; the last element counts all operators."""
+        """Numbers of the first operators of all segments, followed by len(self.timeline)."""
         sizes = (len(segment.allocated_and_freed) for segment, _ in self.placed_segments)
         return list(accumulate(sizes, initial=0))
 
@@ -261,9 +261,10 @@ PhaseInterval = tuple[str, int | None, list[int], int]
 
 
 def phase_intervals(step: StepMemory) -> list[PhaseInterval]:
-    """Return the intervals of a step in order. Successive equal (phase, block) are one interval.
+    """Return the intervals of a step in order: each has one phase, and one block or none.
 
-    A phase may visit a block several times in a row: each visit has its own first operator.
+    A phase may visit a block several times in a row. These visits are one interval. Each visit has
+    its own first operator.
     """
     intervals = [
         (phase, block, [at for at, _, _ in group])
