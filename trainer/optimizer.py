@@ -1,8 +1,8 @@
 """Make the optimizer of a run, update weights, skip non-finite updates, restore saved moments.
 
-AdamW with float32 moments is torch's own class. Beside the weight and the gradient it stores 8
-bytes per parameter. No recompute policy can free these bytes. `LeanOptimizer` stores fewer bytes
-per parameter, or only a shard.
+For AdamW with float32 moments this file uses torch's own class. Besides the weight and the
+gradient, torch's AdamW stores 8 bytes per parameter. No recompute policy can free these bytes.
+`LeanOptimizer` stores fewer bytes per parameter, or only this process's shard of them.
 """
 
 import argparse
@@ -26,14 +26,15 @@ NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.7750, 2.0315), 5
 MOMENTS_BY_OPTIMIZER = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "muon": ("momentum_buffer",),
-}  # as in torch
+}  # the names that torch's optimizers use
 # Number of elements that are updated at a time (Muon updates at least one matrix). It is small, so
-# that the temporary copies stay small beside the memory that the optimizer saves.
+# that the temporary copies take much less memory than bfloat16 moments, Muon or shards save.
 UPDATE_CHUNK_ELEMENTS = 2**22
 # A function such as OneProcess.shard_like: (full tensor, parameter) -> this process's rows.
 LocalShardFn = Callable[[Tensor, Tensor], Tensor]
 Groups = list[dict[str, Any]]
-PADDING_MULTIPLE = 64  # elements: a multiple of the floats in a CPU's vector register
+# Number of elements: a multiple of the number of floats that fit in a vector register of a CPU.
+PADDING_MULTIPLE = 64
 
 
 def make_optimizer(
@@ -69,9 +70,9 @@ def make_optimizer(
         return torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, eps=EPS, fused=True)
     if muon:
         groups.append({"params": matrices, "weight_decay": args.weight_decay, "rule": "muon"})
-    # Muon does many matmuls. In bfloat16 they lose half of their digits, which does not matter
-    # (Jordan, 2024). Hardware that only emulates bfloat16 trains in float32. There Muon's matmuls
-    # are in float32, too.
+    # Muon does many matmuls. bfloat16 has a third of the digits of float32, which is enough for
+    # these matmuls (Jordan, 2024). But some hardware only emulates bfloat16. If the model's matmuls
+    # are not in bfloat16, Muon's matmuls are in float32.
     products = torch.bfloat16 if precision == torch.bfloat16 else torch.float32
     lanes = PADDING_MULTIPLE if device.type == "cpu" else 1
     return LeanOptimizer(groups, args.lr, lanes, moments, products)
@@ -82,10 +83,11 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     Weights and arithmetic are in float32 (Muon's matmuls in `products`). Only the moments that are
     stored between two steps are rounded to `moments`. A bfloat16 moment does not change if an
-    update would change it by less than 2^-9 of its value. AdamW's update changes the second moment
-    v by (1 - beta2) (g^2 - v). With beta2 = 0.95, v stops changing only when it is within 4 to 8 %
-    of g^2. This error changes the weight's update by at most 4 %. (With beta2 = 0.999, v would stop
-    changing wherever g^2 is below three times v.)
+    update would change it by less than 2^-9 to 2^-8 of its value, depending on the value. AdamW's
+    update changes the second moment v by (1 - beta2) (g^2 - v), where g is the gradient. With
+    beta2 = 0.95, v stops changing only when v differs from g^2 by at most 4 to 8 % of v. This
+    error changes the weight's update by at most 4 %. (With beta2 = 0.999, v would stop changing
+    wherever g^2 is below three times v.)
 
     A sharded parameter (a DTensor, sharded by rows) has sharded moments. The new weights of a
     sharded parameter equal those of an unsharded parameter to the bit. With float32 moments they
@@ -95,9 +97,11 @@ class LeanOptimizer(torch.optim.Optimizer):
     Args:
         groups: parameter groups with "params" and "weight_decay", and with "rule" if the rule is
             not "adamw".
-        lr: learning rate of all groups. lanes: AdamW's kernel gets a multiple of this number of
-        elements (see `to_lane_padded_float32`). moments: dtype of the stored moments. products:
-        dtype of Muon's matmuls.
+        lr: learning rate of all groups.
+        lanes: AdamW's kernel gets a multiple of this number of elements (see
+            `to_lane_padded_float32`).
+        moments: dtype of the stored moments.
+        products: dtype of Muon's matmuls.
     """
 
     # Tensor () float32 on the device. If it is 1, a step changes nothing. See `update_if_finite`.
@@ -128,7 +132,7 @@ class LeanOptimizer(torch.optim.Optimizer):
                     self.adamw(parameter, group)
 
     def adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Update one parameter with AdamW, AT_A_TIME elements at a time."""
+        """Update one parameter with AdamW, UPDATE_CHUNK_ELEMENTS elements at a time."""
         state = self.state[parameter]
         tensors = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
         columns = [
@@ -180,8 +184,8 @@ class LeanOptimizer(torch.optim.Optimizer):
         gradients = torch.stack([local_tensor(m.grad) for m in matrices if m.grad is not None])
         momenta = torch.stack(stored).float()
         # Do not use lerp. It rounds once or twice, depending on an element's place in a vector
-        # register of the CPU. In a shard an element has another place. The separate operations
-        # below round once each.
+        # register of the CPU. In a shard an element has another place, so its result would differ.
+        # The separate operations below round once each.
         change = momenta - gradients
         momenta -= self.zeros_if_skipped(change.mul_(1 - MOMENTUM))
         for moment, momentum in zip(stored, momenta, strict=True):
@@ -241,9 +245,10 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 def newton_schulz_multiplier(square: Tensor) -> Tensor:
     """Return the matrices (n, A, A) by which all iterations together multiply x (n, A, B).
 
-    `square`: x x' (n, A, A). If B > A, the product of all factors takes fewer FLOPs than one
-    iteration on x after the other. But the eigenvalues of x x' are the squares of x's singular
-    values. bfloat16 and TF32 have too few digits for the range of these squares.
+    `square`: x x' (n, A, A). If B > A, multiplying all factors first, and x by their product, takes
+    fewer FLOPs than multiplying x by one factor after the other. But the eigenvalues of x x' are
+    the squares of x's singular values. bfloat16 and TF32 have too few digits for the range of these
+    squares, so `orthogonalize` calls this function only in full float32.
     """
     a, b, c = NS_COEFFICIENTS
     total = None
@@ -279,7 +284,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this process's rows of a DTensor; any other tensor unchanged."""
+    """Return this process's rows of a DTensor. Return any other tensor unchanged."""
     return getattr(tensor, "to_local", lambda: tensor)()
 
 
@@ -302,16 +307,16 @@ def optimizer_name(args: argparse.Namespace) -> str:
 
 
 def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Tensor:
-    """Do one step of the optimizer, but change no bit if `grad_norm` () is not finite.
+    """Do one step of the optimizer, but change no bit if the scalar `grad_norm` is not finite.
 
-    `grad_norm` is the norm of all gradients. Return it; on MPS return it as a tensor on the CPU.
+    `grad_norm` is the norm of all gradients. Return `grad_norm`, on MPS as a tensor on the CPU.
 
     The fused kernel reads the number `found_inf` on the device. If `found_inf` is 1, the kernel
     leaves weights, moments and step count unchanged. LeanOptimizer's Muon does so, too. torch has
     `found_inf` for GradScaler.step, which sets it to 1 if a gradient is not finite. Here the norm
     decides, because the norm can overflow although each gradient is finite.
 
-    On MPS Python decides, because MPS's kernel ignored `found_inf` before pytorch#186360 (June
+    On MPS, Python decides, because MPS's kernel ignored `found_inf` before pytorch#186360 (June
     2026). So Python has to wait for the norm. The returned norm is on the CPU, so that the caller
     need not wait a second time.
     """

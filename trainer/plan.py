@@ -1,9 +1,9 @@
-"""Plan memory for a run and for the tools: choose the policy of `auto`, predict the peak, and find
-a change of flags that would fit.
+"""Plan memory for a run, and for scripts such as scripts/plan_memory.py: choose the policy of
+`auto`, predict the peak, and find changes of flags with which a step would fit.
 
 planner/ predicts the memory and the time of a step, and finds the fastest recompute policy. This
-file calls the planner for the flags of a command line (`PlanRequest`). If nothing fits, it finds
-flags to change (`FlagChange`). It also writes the texts for the user.
+file calls the planner for the flags of a command line (`PlanRequest`). If no policy fits, this file
+finds flags to change (`FlagChange`). It also writes the texts for the user.
 """
 
 import argparse
@@ -57,8 +57,9 @@ ADVICE_CHANGING_TRAINING = (
     "what changes the training: a smaller --batch-size, a shorter --seq-len, --moments-dtype "
     "bfloat16, --optimizer muon, a smaller model (--d-model, --n-layers, --vocab-size)"
 )
-# After a restart the predicted peak is at most this share of the peak that did not fit. A restart
-# takes long, so the first policy after it should fit.
+# If memory ran out and torchrun has started the run again, the new policy should have a predicted
+# peak of at most this share of the peak that did not fit. A restart takes long, so the first policy
+# after a restart should fit.
 RESTART_SHARE_OF_FAILED_PEAK = 0.75
 
 # The costs of changes, in words for the user.
@@ -69,14 +70,14 @@ COST_OF_SMALLER_BATCH, COST_OF_OFFLOAD = (
     "what backward needs waits in CPU memory",
 )
 
-# ---- flag changes, in the order of docs/planning.md ("which knob first")
+# ---- flag changes, in the order of docs/planning.md ("Out of memory: which knob first")
 
 
 class FlagChange(NamedTuple):
     """Flags that are changed together, and the cost of this change."""
 
     flags: dict[str, Any]  # name in args -> new value
-    cost_in_words: str  # in words
+    cost_in_words: str  # text for the user, e.g. COST_OF_POLICY
 
     @property
     def command(self) -> str:
@@ -90,7 +91,7 @@ def describe_suggested_change(
     """Return, as text "FLAGS (COST)", the first change that could help after memory ran out.
 
     `policy`: the recompute policy in use, which may need less memory than the policy in `args`.
-    `smaller_step`: a step with the next policy, which is predicted to need less memory; None: there
+    `smaller_step`: a step whose policy is predicted to need less memory than `policy`; None: there
     is no such policy. If no change keeps the training the same, the text is
     ADVICE_CHANGING_TRAINING.
     """
@@ -111,10 +112,10 @@ def describe_memory_flags(args: Args) -> str:
 
 
 def smaller_batches(args: Args) -> list[dict[str, int]]:
-    """Return a list of flags that split the sequences of a step into smaller micro-batches.
+    """Return all flag changes that split the sequences of a step into smaller micro-batches.
 
-    Each entry divides --batch-size by n and multiplies --grad-accum-steps by n. The entry with the
-    largest micro-batch comes first.
+    Each entry of the list divides --batch-size by n and multiplies --grad-accum-steps by n. The
+    entry with the largest micro-batch comes first.
     """
     size, steps = args.batch_size, args.grad_accum_steps
     divisors = (n for n in range(2, size + 1) if size % n == 0)
@@ -124,8 +125,8 @@ def smaller_batches(args: Args) -> list[dict[str, int]]:
 def changes_with_same_training(args: Args, device_type: str) -> Iterator[FlagChange]:
     """Yield changes that keep the training the same, the cheapest first.
 
-    A caller combines each change with the best recompute policy for it. The first change may have
-    no flags. Then the caller changes the policy alone.
+    A caller combines each change with the fastest recompute policy that fits with this change. The
+    first change may have no flags. Then the caller changes the policy alone.
     """
     chunked_loss = {"loss_chunks": 0} if args.loss_chunks == 1 else {}
     yield FlagChange(chunked_loss, COST_OF_CHUNKED_LOSS if chunked_loss else COST_OF_POLICY)
@@ -155,8 +156,8 @@ def make_planner(
     Args:
         device: the device of the run, which need not exist on this machine.
         ddp: gradients are averaged by DDP (train_ddp.py).
-        shards: number of processes that shard one model (train_fsdp.py).
-        sharing: number of processes that share each sequence (train_sp.py).
+        shard_degree: number of processes that shard one model (train_fsdp.py).
+        sp_degree: number of processes that share each sequence (train_sp.py).
     Raises:
         UsageError: `check_gather_dtype` refuses the flags.
     """
@@ -180,7 +181,8 @@ def make_planner(
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Flags, device and memory budget of a planned run: its memory, its time, and what fits."""
+    """Flags, device and memory budget of a planned run. The methods predict the memory and the time
+    of a step, and find policies and flags that fit."""
 
     args: argparse.Namespace
     vocab_size: int
@@ -190,7 +192,7 @@ class PlanRequest:
     # Policies are ranked by their predicted time on this card. None: by their recomputed FLOPs.
     card: Card | None = None
     ddp: bool = False
-    processes: int = 1  # number of all processes; with `ddp` each has the whole model
+    processes: int = 1  # number of all processes; with `ddp` each process has the whole model
     shard_degree: int = 1  # number of processes that shard one model
     sp_degree: int = 1  # number of processes that share each sequence
     on_simulate: Callable[[], object] = lambda: None  # called before each simulated step
@@ -229,7 +231,7 @@ class PlanRequest:
 
     @property
     def step(self) -> StepMemory:
-        """Simulate a step with these flags and return it. With `auto` its policy is `full`."""
+        """Simulate a step with these flags and return it. For `auto` the step has policy `full`."""
         return self.planner.step(self.args.batch_size, recompute=self.config.recompute)
 
     @property
@@ -271,9 +273,10 @@ class PlanRequest:
     def fastest_fitting_step(self) -> StepMemory | None:
         """Return a step with the fastest policy that fits, or None if no policy fits.
 
-        No policy fits if `full` and nested groups do not fit, because these have the smallest
-        peaks. If the policy of the flags has offload, only this policy is tried, because a
-        predicted time does not include offload's copies.
+        If neither `full` nor nested groups (`full/K+nested`) fit, no policy fits, because these
+        have the smallest peaks. If the policy of the flags has offload, only this policy is tried.
+        Other policies cannot be compared with it, because a predicted time does not include
+        offload's copies.
         """
         if recompute_plan_of(self.args).offload:
             return self.step if self.fits else None
@@ -285,16 +288,17 @@ class PlanRequest:
         return self.step_with_best_policy() if any(request.fits for request in requests) else None
 
     def advise_smaller_batch(self, step: StepMemory) -> str:
-        """Return text on the largest smaller micro-batch with which a step fits without recompute.
+        """Return text on a smaller micro-batch with which a step fits without recompute.
 
-        The text compares this micro-batch with `step`: "4 x 4 sequences with none: 5 % faster
-        (...)". Without a card the text says only that the same sequences fit. Return "" if no
-        smaller micro-batch fits, or if it is not faster.
+        If several such micro-batches fit, the text is on the largest of them. The text compares
+        this micro-batch with `step`: "4 x 4 sequences with none: 5 % faster (...)". Without a card
+        the text says only that the same sequences fit. Return "" if no smaller micro-batch fits, or
+        if the largest that fits is not faster than `step`.
         """
         replays_products = recompute_cost_key(step.config, step.seq_len)[0] > 0
         if step.config.recompute == "none" or not (self.card or replays_products):
             # Without a card no time is known. If `step` recomputes no matrix product, `none` saves
-            # little time, and the smaller matrix products may cost more.
+            # little time. The matrix products of smaller micro-batches may cost more than that.
             return ""
         for batch in smaller_batches(self.args):
             flags = {POLICY_FLAG: "none"} | batch
@@ -350,7 +354,8 @@ class PlanRequest:
         assert self.card
         micro_batch, micro_batches = step.seconds(self.card), self.args.grad_accum_steps
         # Clipping reads the gradients twice and writes them once. AdamW reads weights, gradients
-        # and two moments, and writes weights and moments: ten times 4 bytes per parameter.
+        # and two moments, and writes weights and moments. Clipping and AdamW together move 4 bytes
+        # per parameter ten times.
         bytes_moved = 40 * count_parameters(step.config) / self.shard_degree
         update = bytes_moved / (self.card.bandwidth_efficiency * self.card.bytes_per_s)
         return micro_batches * micro_batch - (micro_batches - 1) * min(update, micro_batch)
@@ -367,10 +372,11 @@ def make_request(
     sharded: bool = False,
     sequence_parallel: bool = False,
 ) -> PlanRequest:
-    """Return the request of a tool. The planned device need not exist on this machine.
+    """Return the request of a script that plans a run. The planned device need not exist on this
+    machine.
 
-    For a card of CARDS the budget is the card's whole memory, because a device that is not on this
-    machine cannot report its free memory.
+    For a card of CARDS, the default of --memory-budget is the card's whole memory, because a device
+    that is not on this machine cannot report its free memory.
 
     Args:
         processes: number of processes on one machine, which run train_ddp.py by default; None: one
@@ -378,17 +384,17 @@ def make_request(
         sharded: the processes run train_fsdp.py.
         sequence_parallel: the processes run train_sp.py; `sharded` must be True, too.
     Raises:
-        UsageError: flags that contradict each other or this machine.
+        UsageError: the flags contradict each other, or do not suit this machine.
         DataError: the tokenizer cannot be loaded.
     """
     n, kind, budget = processes or 1, args.device, args.memory_budget
-    native: bool | None = None  # the device has bfloat16; None: ask the device
+    native: bool | None = None  # True: the hardware has bfloat16; None: ask the device
     if args.card not in (None, THIS_MACHINE):
         named_card = CARDS[args.card]
         kind, budget = device_type(named_card), budget or named_card.memory
         if args.device not in ("auto", kind):
             raise UsageError(f"--device {args.device}: {args.card} is {kind}; leave --device out")
-        # GPUs before Ampere multiply float16 faster than bfloat16.
+        # False for GPUs before Ampere, which multiply float16 faster than bfloat16.
         native = named_card.flops[1] >= named_card.flops[2]
     elif not is_available(kind) and args.card is None:
         native = True
@@ -416,8 +422,8 @@ def make_request(
 def vocab_size_of(args: argparse.Namespace) -> int:
     """Return the vocabulary size that the run would have, without reading the run's data.
 
-    With --init-from call `open_init_from` first, which checks the files of the weights. Raises
-    DataError if the tokenizer cannot be loaded.
+    If --init-from is given, the caller must first call `open_init_from`, which checks the files of
+    the weights. Raises DataError if the tokenizer cannot be loaded.
     """
     if args.init_from is not None:
         return vocabulary_of(args.init_from)
@@ -433,9 +439,10 @@ def vocab_size_of(args: argparse.Namespace) -> int:
 
 
 class MemoryPlan(NamedTuple):
-    """Policy and predicted memory of a run, and a function that finds the next policy."""
+    """Policy and predicted memory of a run, and a function that finds a policy with a smaller
+    peak."""
 
-    config: MiniGPTConfig  # with the policy that `auto` has chosen
+    config: MiniGPTConfig  # config of the model; `auto` is replaced by the chosen policy
     words: str  # text for the user
     # Peak bytes of the planned step, and of a step without recompute; None: the prediction failed.
     planned_and_plain_peaks: tuple[int, int] | None
@@ -448,7 +455,7 @@ class PredictedOutOfMemory(MemoryError):
     """Error for a step that is predicted to take more memory than the device has in total.
 
     The message is one line and names a change that would fit. The error is raised before memory
-    runs out, because on a CPU the system would then end the process without a message.
+    runs out, because the system ends a process without a message when a CPU's memory runs out.
     """
 
 
@@ -464,8 +471,8 @@ def plan_memory(
     Args:
         config: the config of the model. With --use-activation-checkpoint auto its policy is `full`.
         precision: the dtype of the model's matmuls.
-        held: bytes of CPU memory that a loaded snapshot takes now. Later this memory is freed, or
-            passed to the optimizer.
+        held: bytes of CPU memory that a loaded snapshot takes now. These bytes count as free,
+            because the snapshot is freed before the first step.
     Raises:
         UsageError: with `auto`, if no policy fits.
         PredictedOutOfMemory: the step needs more than the device has in total.
@@ -540,15 +547,15 @@ def step_with_deeper_recompute(
 ) -> StepMemory | None:
     """Return a step whose policy is predicted to need less memory than `policy`, which did not fit.
 
-    The limit is the peak of `policy` times `share`, less the usual margin. The result has the
-    fastest policy whose peak is within this limit. If there is none, it has the policy with the
-    smallest peak. If this peak is not smaller than the peak of `policy`, the result has
-    full+offload (only on CUDA), with which saved tensors wait in CPU memory. If no policy needs
-    less memory than `policy`, return None.
+    The limit is the peak of `policy` times `share`, less the margin of a MemoryBudget. The result
+    has the fastest policy whose peak is within this limit. If no peak is within the limit, the
+    result has the policy with the smallest peak. If even the smallest peak is not smaller than the
+    peak of `policy`, the result has full+offload (only on CUDA), with which saved tensors wait in
+    CPU memory. If no policy needs less memory than `policy`, return None.
 
-    `seen`: bytes that `policy` really took, if they were counted; the limit uses `seen` if it is
-    smaller than the predicted peak. Raises all errors of planning: fake tensors may not work with
-    the model, or memory may be too short for planning.
+    `seen`: measured peak of `policy` in bytes; None: not measured. If `seen` is smaller than the
+    predicted peak, the limit is computed from `seen`. Raises all errors of planning: fake tensors
+    may not work with the model, or memory may be too short for planning.
     """
     planner, batch_size, kind = request.planner, request.args.batch_size, request.device.type
     failed = planner.step(batch_size, recompute=policy).peak
@@ -560,10 +567,13 @@ def step_with_deeper_recompute(
 
 
 def choose_fitting_step(request: PlanRequest) -> StepMemory:
-    """Return a step with the policy that `auto` chooses. Raises UsageError if no policy fits; its
-    message names a change that would fit."""
+    """Return a step with the policy that `auto` chooses.
+
+    Raises UsageError if no policy fits, or if the free memory is unknown. If no policy fits, the
+    message names a change that would fit.
+    """
     if request.memory_budget.limit_bytes is None:
-        raise UsageError("--memory-budget: this system does not tell what is free")
+        raise UsageError("--memory-budget: this system does not report its free memory")
     budget, smallest = request.memory_budget, f"above {format_bytes(request.state_bytes)}"
     if request.state_bytes < request.usable_bytes:
         step = request.step_with_best_policy()
@@ -580,10 +590,10 @@ def choose_fitting_step(request: PlanRequest) -> StepMemory:
 def predict_and_describe_peaks(
     request: PlanRequest, process: OneProcess, config: MiniGPTConfig
 ) -> tuple[str, tuple[int, int] | None]:
-    """Return (text with warnings, peaks): the memory that a step is predicted to need.
+    """Predict the memory of a step. Return (text for the user, with warnings; predicted peaks).
 
-    The peaks are two numbers of bytes: with the policy of `config`, and with `none`. They are None
-    if the prediction fails. Raises PredictedOutOfMemory.
+    The peaks are two numbers of bytes: the peak with the policy of `config`, and the peak with
+    `none`. If the prediction fails, None replaces the two numbers. Raises PredictedOutOfMemory.
     """
     try:
         check_memory(request, process, request.state_bytes)  # needs no simulation
@@ -613,14 +623,14 @@ def error_location(error: Exception) -> str:
         f"{frame.filename[len(PROJECT_FOLDER) + 1 :]}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename.startswith(PROJECT_FOLDER + os.sep)
-        and not frame.filename.startswith(torch.__path__[0])  # torch may be inside ROOT
+        and not frame.filename.startswith(torch.__path__[0])  # torch may be inside PROJECT_FOLDER
         and frame.name != "__torch_dispatch__"
     ]
     return lines[-1] if lines else "an unknown line"
 
 
 def describe_plan(step: StepMemory, plain: StepMemory) -> str:
-    """Return text on the predicted memory of the planned step, and of one without recompute."""
+    """Return text on the predicted memory of the planned step, and of a step without recompute."""
     steps = {"without recompute": plain}
     if step.config.recompute != "none":
         steps = {step.config.recompute: step} | steps
@@ -632,8 +642,11 @@ def describe_plan(step: StepMemory, plain: StepMemory) -> str:
 
 
 def check_memory(request: PlanRequest, process: OneProcess, needed: int) -> str:
-    """Return a warning if `needed` bytes are more than tensors may take, else "". Raises
-    PredictedOutOfMemory if `needed` bytes are more than the device has in total."""
+    """Return a warning if `needed` is more than the tensors of a process may take, else "".
+
+    `needed`: bytes that each process needs. Raises PredictedOutOfMemory if all processes on the
+    device together need more memory than the device has in total.
+    """
     budget, processes = request.memory_budget, process.processes_on_device
     if budget.usable_bytes is None:
         return ""

@@ -72,7 +72,7 @@ def describe_run(run: Run, plan: str, origin: WeightSource) -> str:
     if on_cpu and args.device == "auto" and torch.version.cuda:
         lines.append(
             f"note     PyTorch, built for CUDA {torch.version.cuda}, finds no GPU: if there is "
-            "one, is its driver as new (nvidia-smi)? --device cpu leaves this out"
+            "one, is its driver new enough (see nvidia-smi)? --device cpu hides this note"
         )
     if args.compile:
         lines.append("compile  the first step waits for the compiler, a minute or more")
@@ -200,8 +200,8 @@ def print_record(run: Run, record: dict[str, Any]) -> None:
 
 
 def is_log_overdue(run: Run) -> bool:
-    """Return True if no progress bar is shown and the next step would end more than SILENCE seconds
-    after the last log line. In this case the loop logs the present step.
+    """Return True if no progress bar is shown, and if the next step would end more than
+    MAX_SILENCE_SECONDS after the last log line. In this case the loop logs the present step.
 
     Only rank 0 decides this; other ranks return False. With --log-interval 0 the result is always
     False.
@@ -272,7 +272,7 @@ def describe_result(
         "",
         f"train    {describe_recent_loss(run, record)}",
         f"val      loss {format_validation(record)}",
-        # Without steps, only an evaluation was left.
+        # If this process ran no step, because only an evaluation was left, there is no speed.
         *([f"speed    {speed}"] if run.clock.steps else []),
         f"memory   peak {peak}{describe_out_of_memory(run)}",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",

@@ -178,7 +178,7 @@ def describe_changes(saved: State, now: State) -> list[str]:
     """Return the allowed changes of flags, as text such as `--lr 0.001 -> 0.0001`, and a change of
     the number of CPU threads.
 
-    If the run's length has changed, only the change of --num-steps is listed.
+    Of the flags that set the run's length, only --num-steps is listed.
     """
     before, after = saved["args"], now["args"]
     unlisted = {"resume", "checkpoint_path", "model", "num_tokens", "num_epochs"}

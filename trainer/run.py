@@ -49,9 +49,10 @@ class Run:
     held_lock: IO[str] | None = None  # while open, no second run can write to the same files
     # Functions that write a log record; on rank 0 only.
     metric_writers: list[Write] = field(default_factory=list)
-    step: int = 0  # number of steps done; during a step, its number
+    step: int = 0  # number of finished steps; during a step, the number of this step
     saved_step: int = 0  # step of the snapshot at --checkpoint-path; 0: this run has not saved
-    # Time of the last save or, before that, of the start; in seconds of `time.monotonic`.
+    # Time of the last save, in seconds of `time.monotonic`. Before the first save: time of the
+    # start.
     last_save_time: float = field(default_factory=lambda: monotonic())
     save_requested: bool = False  # True: a signal asked for a save, which is not done yet
     stop_signal: int = 0  # number of the signal that ended the run early, 0 = none
@@ -59,7 +60,8 @@ class Run:
     # Losses of the last 50 steps, each (A,) on the device; A = --grad-accum-steps. The end of the
     # run prints their mean, because the loss of one step is noisy.
     recent_losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=50))
-    # Time of the last log line or, before that, of the setup; in seconds of `time.perf_counter`.
+    # Time of the last log line, in seconds of `time.perf_counter`. Before the first log line: time
+    # of the setup.
     last_log_time: float = field(default_factory=lambda: time.perf_counter())
     # Log record of the step that the run resumed from, if that step has not been logged yet.
     unlogged_record: dict[str, Any] = field(default_factory=dict)
@@ -149,7 +151,7 @@ def retry_on_out_of_memory(run: Run, accumulate: Callable[..., list[Tensor]]) ->
     """Call `accumulate(run)`, which runs forward and backward of a step. Return its result, the
     losses.
 
-    When memory runs out, call `accumulate` again with a policy that needs less, as often as
+    When memory runs out, call `accumulate` again with a policy that needs less memory, as often as
     necessary. With DDP, backward cannot be repeated, because DDP sends gradients during backward.
     So with DDP each of the first N_REHEARSAL_STEPS steps is rehearsed: the step is first run once
     without sending gradients, to find a policy that fits.
@@ -166,8 +168,8 @@ def retry_on_out_of_memory(run: Run, accumulate: Callable[..., list[Tensor]]) ->
 
 
 def retry_until_it_fits(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]:
-    """Return `accumulate(run)`. Each time memory runs out, call `accumulate` again with the next
-    policy."""
+    """Return `accumulate(run)`. Each time memory runs out, call `accumulate` again with a policy
+    that needs less memory."""
     while True:
         try:
             return accumulate(run)
@@ -185,7 +187,7 @@ def retry_until_it_fits(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> 
 
 
 def free_and_switch_policy(run: Run, message: str) -> None:
-    """Free the memory of the failed attempt, and switch the model to the next policy.
+    """Free the memory of the failed attempt, and switch to a policy that needs less memory.
 
     `message`: text of the out-of-memory error. If no policy needs less memory, raises MemoryError
     with this text.
@@ -205,13 +207,15 @@ def free_and_switch_policy(run: Run, message: str) -> None:
         seen = torch.cuda.max_memory_allocated(device)
         # Measure the peak of the next policy from here on.
         torch.cuda.reset_peak_memory_stats(device)
-        # Free the cached segments, which tensors of this step have split. The next attempt then
-        # gets whole segments.
+        # Return the allocator's cached segments to the GPU, because tensors of the failed attempt
+        # have split them into small pieces. The next attempt then gets whole segments.
         torch.cuda.empty_cache()
     with run.clock.paused("plan"):
         step = switch_to_smaller_policy(run, seen)
     if step is None:
-        process.remember_out_of_memory_policy(policy)  # this process ends, so all others end, too
+        # This error ends all processes. If torchrun then starts them again, they read this policy,
+        # and look for a policy that needs less memory.
+        process.remember_out_of_memory_policy(policy)
         raise MemoryError(message)
     run.clock.expect_peak(step.peak)
     taken = run.run_identity["config"]["recompute"] = step.config.recompute
@@ -224,8 +228,8 @@ def free_and_switch_policy(run: Run, message: str) -> None:
 
 
 def switch_to_smaller_policy(run: Run, seen: int | None) -> StepMemory | None:
-    """Set the next policy that needs less memory in the model's config, and return the predicted
-    step with this policy.
+    """Find the next policy that needs less memory, and set it in the model's config. Return the
+    predicted step with this policy.
 
     `seen`: measured peak bytes of the failed policy on the GPU; None: not measured. Returns None if
     no policy needs less memory, or if planning fails. (Planning may run out of memory, too.)
@@ -235,7 +239,7 @@ def switch_to_smaller_policy(run: Run, seen: int | None) -> StepMemory | None:
         while step := run.find_smaller_step(policy, seen):
             policy, seen = step.config.recompute, None
             run.model.config = replace(config, recompute=policy)
-            with suppress(UsageError):  # a user's model.py may be exact with some policies only
+            with suppress(UsageError):  # a changed model.py may be exact with some policies only
                 run.check_techniques()
                 return step
     run.model.config = config
@@ -247,7 +251,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
     PyTorch's GPU allocator raises torch.OutOfMemoryError. All other allocators raise general
     errors, and only the message says that memory ran out. cuBLAS, cuDNN and NCCL allocate their own
-    buffers. If such an allocation fails, the GPU is just as full, and the same flags help.
+    buffers. If such an allocation fails, the GPU's memory is full, too, and the same flags help.
     """
     messages = (
         "allocate memory|not enough memory|out of memory|OUT_OF_MEMORY|STATUS_ALLOC_FAILED"

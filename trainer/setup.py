@@ -59,7 +59,7 @@ from .snapshot import (
 # where another names a device or a dtype. Instead of all these flags, the data and the chosen
 # device and dtype are compared. --memory-budget may differ if each process chooses its own policy;
 # if all need the same policy, the smallest budget decides. --log-to and --profile have an effect on
-# rank 0 only. (`typed` is the set of the typed flags.)
+# rank 0 only. (`typed` is no flag, but the set of the flags that the user typed.)
 MAY_DIFFER = set(
     "train_data val_data tokenizer_name checkpoint_path init_from device amp_dtype no_amp "
     "memory_budget log_to profile typed".split()
@@ -75,7 +75,8 @@ MISMATCH_HINTS = {
     "the trainer": "start the same on all machines",
 }
 # Flags whose values may follow from another flag, as --warmup-steps follows from --num-tokens. If
-# processes differ in several flags, these are reported last, because another flag may be the cause.
+# processes differ in several flags, the error names a flag that is not in this list, because that
+# flag may be the cause of the other differences.
 DERIVED_FLAGS = (
     "--data-seed --max-position-embeddings --num-steps --warmup-steps --lr --min-lr".split()
 )
@@ -177,11 +178,12 @@ def build_run(args: argparse.Namespace, process: OneProcess, origin: WeightSourc
 def load_data_and_plan(
     args: argparse.Namespace, process: OneProcess, precision: torch.dtype, origin: WeightSource
 ) -> tuple[Dataset, MemoryPlan]:
-    """Load the data and predict the memory of a step; check that all processes train the same.
+    """Load the data and predict the memory of a step. Check that all processes train the same model
+    on the same data.
 
     Encoding a long text (into data/cache) takes long. So all other mistakes are found before the
-    text is encoded. The memory is also predicted before, with the largest vocabulary that the text
-    can give. Raises the errors of `set_up_from_flags`.
+    text is encoded. The memory is also predicted before the text is encoded, for the largest
+    vocabulary that the text can give. Raises the errors of `set_up_from_flags`.
     """
     process.init_process_group()  # before this call the processes cannot communicate
     check_same_on_all_ranks(
@@ -204,12 +206,12 @@ def load_data_and_plan(
     return data, plan._replace(config=config)
 
 
-# ---- Check that all processes train the same. Each process sends its facts to all others. Then the
-# facts of each rank are compared with those of rank 0.
+# ---- Check that all processes train the same model on the same data. Each process sends its facts
+# to all others. Then the facts of each rank are compared with the facts of rank 0.
 #
 # A run on several machines is started by hand on each machine, and each machine has its own command
-# line and its own disk. If one machine had another --lr, the weights would drift apart without an
-# error.
+# line and its own disk. If one machine had another --lr, the weights of the processes would drift
+# apart without an error.
 
 
 def consistency_facts(
@@ -238,8 +240,10 @@ def data_consistency_facts(data: Dataset) -> Facts:
 
 
 def check_same_on_all_ranks(of_each: list[Facts]) -> None:
-    """Raise UsageError for the first fact that differs between processes. `of_each`: facts by
-    rank."""
+    """Raise UsageError for the first fact that differs between processes.
+
+    `of_each`: the facts of each process, in the order of the ranks.
+    """
     first = of_each[0]
     for name in sorted(first, key=DERIVED_FLAGS.__contains__):
         for rank, facts in enumerate(of_each):
@@ -333,8 +337,8 @@ def run_identity(
 def restore_run(resumed: LoadedSnapshot, run: Run) -> None:
     """Give a new run the state of a snapshot: weights, optimizer, step, best validation loss.
 
-    If the snapshot is not the file at --checkpoint-path, it is copied there, and becomes the
-    newest. Raises SnapshotError if the snapshot does not fit.
+    If the snapshot is not the file at --checkpoint-path, the snapshot is copied there, and becomes
+    the newest one. Raises SnapshotError if the snapshot does not fit.
     """
     args, process = run.args, run.process
     resume.restore_model_and_optimizer(resumed, run)
@@ -358,13 +362,13 @@ def restore_run(resumed: LoadedSnapshot, run: Run) -> None:
 
 # ---- Check the policies against model.py, which a user may have changed.
 #
-# A policy only calls the parts of a block, and has no arithmetic of its own. So a change to a part
-# is also a change under each policy. But a recompute must give the same results as forward, and
-# some changes prevent this: for example, a random number although config.dropout is 0, or a counter
-# of calls. Also, the chunked loss is written separately, in memory/head.py. So each technique is
-# compared with model.py without the technique.
+# A policy only calls the parts of a block, and has no arithmetic of its own. So if a user changes a
+# part, every policy calls the changed part. But a recompute must give the same results as forward,
+# and some changes prevent this: for example, a block that draws random numbers although
+# config.dropout is 0, or a block that counts its calls. Also, the chunked loss is written
+# separately, in memory/head.py. So each technique is compared with model.py without the technique.
 
-N_CHECK_TOKENS = 8  # number of tokens in these comparisons
+N_CHECK_TOKENS = 8  # number of tokens in each sequence of these comparisons
 
 
 def check_techniques_are_exact(
@@ -372,8 +376,9 @@ def check_techniques_are_exact(
 ) -> None:
     """Compare the results of model.py with and without the memory techniques of the model's config.
 
-    One block of each kind runs forward and backward on a few tokens, once with its policy and once
-    without. The results of both runs, and all gradients, must be equal to the bit. The loss and its
+    One block of each kind (policy and modules) runs forward and backward on a few tokens, once with
+    its policy and once without. The results and all gradients of both runs must be equal to the
+    bit. The model's loss is computed with and without memory/head.py. Both losses and their
     gradients must be equal up to rounding. The model may be on device "meta". The check does not
     change the model.
 
@@ -400,7 +405,7 @@ def check_techniques_are_exact(
             ):
                 raise UsageError(
                     f"--use-activation-checkpoint: block {i} under {policy} is not the block of "
-                    f"model.py: {wrong}; see docs/change.md, or take none"
+                    f"model.py: {wrong}; see docs/change.md, or use the policy none"
                 )
 
 
@@ -411,8 +416,8 @@ def check_embed_and_loss(model: MiniGPT) -> None:
     known = policy in ("none", "full") and config.mlp_chunks == 1
     if not known and [run for run, _ in ours.blocks_with_recompute.plain(model)] != [*model.blocks]:
         raise UsageError(
-            f"--use-activation-checkpoint {policy}: only none and full (with --mlp-chunks 1) run "
-            "blocks in another order, as `blocks_with_recompute` of model.py does now"
+            f"--use-activation-checkpoint {policy}: `blocks_with_recompute` of model.py runs the "
+            "blocks in another order, which only none and full (with --mlp-chunks 1) can follow"
         )
     ids, embedding = (
         torch.arange(2 * N_CHECK_TOKENS).view(2, -1),
@@ -427,8 +432,8 @@ def check_embed_and_loss(model: MiniGPT) -> None:
         of_each.append([x, weight, mean, *torch.autograd.grad(mean, embedding.weight)])
     if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(*of_each, strict=True)):
         raise UsageError(
-            "embed or head_loss of model.py is not memory/head.py's: --loss-chunks 1 takes "
-            "model.py's head_loss; what embed does now can stand in MiniGPT.forward"
+            "embed or head_loss of model.py computes other results than memory/head.py: for "
+            "head_loss use --loss-chunks 1; for embed move the change to MiniGPT.forward"
         )
 
 

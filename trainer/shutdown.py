@@ -1,7 +1,7 @@
 """End a run: because it is done, or because of a signal, NaNs, a full disk, a lack of memory or a
-mistake.
+mistake of the user.
 
-Each kind of end has its own exit code, and prints one line that says how to go on.
+The exit code tells why the run ended (see `run_safely`). A printed line says how to go on.
 """
 
 import argparse
@@ -75,9 +75,9 @@ def run_safely(
         line = peer_failure_message(error)
         if line is None:
             raise
-        # Every process prints its own line at once, because torchrun will soon end the other
-        # processes. (If `run` is None, print no hint: training may be done, because `run` is None
-        # after training, too.)
+        # Every process prints its own line at once, because torchrun will soon end all processes.
+        # (`print_error_line` may wait.) If `run` is None, print no hint: training may be done,
+        # because `run` is None after training, too.
         print_error(f"{line}; {resume_hint(run)}" if run else line)
         return 3
 
@@ -208,8 +208,9 @@ class SkippedUpdateCounter:
 
         The limit is not 1, because a single bad batch is no reason to stop. With float16 some skips
         are normal: GradScaler searches for the largest loss scale without overflow, so there is an
-        overflow now and then. From its first scale, 65,536, down to 1 GradScaler needs 16 halvings.
-        So more than 16 skips in a row have another cause.
+        overflow now and then. GradScaler halves the scale after each overflow. 16 halvings reduce
+        its first scale, 65,536, to 1. So more than 16 skips in a row have a cause other than a
+        scale that is too large.
         """
         if self.unread_norm is None:
             return self.in_a_row
@@ -252,7 +253,7 @@ def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> st
 
 
 def resume_hint(run: Run | None) -> str:
-    """Return a hint how to continue after `run` has stopped. `run` is None if the run never began.
+    """Return a hint how to continue after `run` has stopped. `run`: None if the run never started.
 
     If the hint contains a command to paste, the command stands at the end.
     """
