@@ -52,15 +52,15 @@ class TokenFile:
     def read_all(self) -> np.ndarray:
         """Read all ids into memory: (count,) of `dtype`, or fewer if the file has become shorter.
 
-        The file is not mapped into memory, because the pages that a process has touched count as
-        its resident memory. The file does not stay open, because a thousand shards would exceed
-        the limit of open files. Raises OSError.
+        The file is not mapped into memory, because all parts of a mapped file that the process has
+        read would count as its resident memory. The file does not stay open, because a thousand
+        shards would exceed the limit of open files. Raises OSError.
         """
         return np.fromfile(self.path, self.dtype, self.count, offset=self.offset)
 
     def id_chunks(self, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-        """Yield all ids in chunks of at most SCAN ids. Raises DataError for an id outside the
-        vocabulary of `tokenizer`."""
+        """Yield all ids in chunks of at most CHUNK_TOKENS ids. Raises DataError for an id outside
+        the vocabulary of `tokenizer`."""
         for first in range(0, self.count, CHUNK_TOKENS):
             ids = self.sub_file(first, first + CHUNK_TOKENS).read_all()
             if (max_id := int(ids.max())) >= tokenizer.vocab_size:
@@ -142,7 +142,7 @@ def check_length(longest: int, seq_len: int, split: str) -> None:
 
 
 class Windows:
-    """Windows of several files, numbered from 0. After the windows of the first file come those of
+    """Windows of several files, numbered from 0: first the windows of the first file, then those of
     the second file, and so on."""
 
     def __init__(
@@ -217,8 +217,8 @@ class ValBatches(Windows):
     def __init__(
         self, files: Files, batch_size: int, seq_len: int, max_tokens: int, device: torch.device
     ) -> None:
-        """Choose the windows. `max_tokens`: limit for the number of all inputs; at least one window
-        is chosen; 0: no limit. Raises DataError if no file has seq_len + 1 tokens."""
+        """Choose the windows. `max_tokens`: limit for the input tokens of all windows; 0: no limit.
+        At least one window is chosen. Raises DataError if no file has seq_len + 1 tokens."""
         super().__init__(files, batch_size, seq_len, device, "val")
         total = self.n_windows
         count = min(total, max(1, max_tokens // seq_len)) if max_tokens else total

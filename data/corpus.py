@@ -46,7 +46,7 @@ class TextCorpus:
     label: str
     train_paths: list[Path]
     val_paths: list[Path]
-    val_ratio: float  # share of the text that is for validation; unused if `val` has files
+    val_ratio: float  # share of the text that is for validation; unused if `val_paths` has files
     max_tokens: int | None  # limit for the tokens of each split; None: no limit
     vocab_size: int  # number of ids of a bpe that is trained on the text
     seq_len: int  # each split must have at least seq_len + 1 tokens
@@ -66,7 +66,8 @@ class TextCorpus:
 
     def iter_split_documents(self, split: str) -> Iterator[Iterator[str]]:
         """Yield the documents of a split, "train" or "val". Each document is an iterator over
-        chunks of text. See "Which part validates" in data/README.md for the rule of the split."""
+        chunks of text. See "Which part is for validation" in data/README.md for the rule of the
+        split."""
         if self.val_paths:
             yield from _iter_documents(self.train_paths if split == "train" else self.val_paths)
         elif self.n_documents * self.val_ratio < 1 and ".jsonl" not in map(
@@ -159,8 +160,8 @@ def _iter_documents(paths: list[Path]) -> Iterator[Iterator[str]]:
 def _tail_start(path: Path, size: int, val_ratio: float) -> int:
     """Return the index of the byte at which the validation part of a file begins.
 
-    The validation part is about the last `val_ratio` of the file's `size` bytes. If the next
-    newline is less than CHUNK bytes away, the part begins after this newline.
+    The validation part is about the last `val_ratio` of the file's `size` bytes. If a newline
+    follows within the first CHUNK bytes of the part, the part begins after this newline instead.
     """
     cut = int(size * (1 - val_ratio))
     with open(path, "rb") as file:
@@ -253,7 +254,8 @@ def _find_train_and_val_files(
     train_data: list[str] | None, val_data: list[str] | None, say: Say
 ) -> tuple[list[Path], list[Path]]:
     """Return the files for training and the files for validation. Warn if a file is in both lists.
-    Raises DataError if a name has no usable file, or if only some of the files are token files."""
+    Raises DataError if a name leads to no usable file, or if only some of the files are token
+    files."""
     train = find_files(train_data, "--train-data", say) if train_data else find_stdlib()
     val = find_files(val_data, "--val-data", say) if val_data else []
     kinds = {suffix_of(path) in TOKEN_SUFFIXES for path in train + val}

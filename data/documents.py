@@ -77,7 +77,7 @@ def iter_text_chunks(path: Path, start: int, stop: int) -> Iterator[str]:
             try:
                 text += decoder.decode(block, final=start >= stop)
             except UnicodeDecodeError as error:
-                # error.object begins with the bytes that the decoder kept from the last block.
+                # error.object begins with the bytes that the decoder kept from the block before.
                 byte = start - len(error.object) + error.start
                 raise DataError(f"{path}: not UTF-8 at byte {byte}; {MAKE_UTF8}") from None
     yield text

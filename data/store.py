@@ -23,7 +23,7 @@ from .batches import TokenFile, check_length
 from .documents import suffix_of
 from .tokenizer import DataError, DiskFull, Tokenizer
 
-# A file that describes a cache folder. The hash in the file proves that the folder is complete.
+# Name of the file that describes a cache folder. Its hash proves that the folder is complete.
 META = "meta.json"
 # Part of every cache key. Increase it when a change of the code changes the cached files.
 CACHE_VERSION = 1

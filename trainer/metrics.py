@@ -31,9 +31,9 @@ def peak_memory_fields(device: torch.device) -> dict[str, Any]:
     """Return the peak memory of this process so far, as fields of a log record.
 
         peak_memory_kind: "cuda" for a GPU, else "rss".
-        peak_memory_bytes: peak in bytes. For "cuda", memory of tensors, as PyTorch's allocator
-            counts it. For "rss", resident memory of the whole process, with Python and libraries
-            (None if the system does not report it).
+        peak_memory_bytes: peak in bytes. For "cuda" it is the memory of tensors, as PyTorch's
+            allocator counts it. For "rss" it is the resident memory of the whole process, with
+            Python and libraries (None if the system does not report it).
 
     For "cuda" there are three more fields:
 
@@ -72,9 +72,9 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
     each line to the operating system before it returns.
 
     A new run (`resumed_step` 0) begins a new file. A resumed run continues the file. First the run
-    drops the lines of steps after `resumed_step`, because those steps will be repeated. The next
-    line gets the field `resumed_from`. Both this function and the writer raise SaveError if they
-    cannot write.
+    drops the lines of steps after `resumed_step`, because those steps will be repeated. The first
+    new line gets the field `resumed_from`. Both this function and the writer raise SaveError if
+    they cannot write.
     """
     resume_note = {"resumed_from": resumed_step} if resumed_step else {}
     records = read_metrics(path) if resumed_step and path.exists() else []
@@ -184,7 +184,8 @@ def open_wandb_writer(path: Path, identity: State, step: int, say: Say) -> LogNu
 
 def finish_wandb() -> None:
     """End the log at Weights & Biases, if --log-to opened one. Usually an exit handler of Python
-    ends the log. But after an error, one of several processes exits without exit handlers."""
+    ends the log. But if a run has several processes, a process with an error calls no exit handler.
+    """
     if wandb := sys.modules.get("wandb"):
         with suppress(Exception):  # a lost network must not change the exit code
             wandb.finish()

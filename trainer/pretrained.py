@@ -79,10 +79,10 @@ def renamed_and_transposed(tensors: dict[str, Tensor], names: dict[str, str]) ->
 
 
 def read_transformers_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokenizer]:
-    """Read a transformers folder. Return config, weights by MiniGPT's names, and tokenizer.
+    """Read a transformers folder. Return config, weights under MiniGPT's names, and tokenizer.
 
     The weights are memory-mapped from the file: do not write to them. Raises DataError if the
-    folder is incomplete or its model is not a MiniGPT.
+    folder is incomplete, or if MiniGPT cannot compute its model.
     """
     config, tensors = read_config(folder), read_safetensors(folder)
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -146,7 +146,8 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of model.safetensors, memory-mapped: the disk is read only for tensors
     that are used. Do not write to the tensors. Raises DataError."""
     path = folder / "model.safetensors"
-    # A large model has several files instead, and an older folder has pytorch_model.bin.
+    # In place of this file, a large model has several files, and an older folder has
+    # pytorch_model.bin.
     if not path.exists():
         raise DataError(
             f"{folder} holds no {path.name}; in transformers "
@@ -170,7 +171,7 @@ class Pretrained:
     path: Path
     config: MiniGPTConfig
     tokenizer: Tokenizer
-    weights: dict[str, Tensor]  # by MiniGPT's names, on the CPU, in any float dtype
+    weights: dict[str, Tensor]  # under MiniGPT's names, on the CPU, in any float dtype
     description: str  # where the weights come from, in words
     checksum: int  # equal weights have equal checksums
 

@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 State = dict[str, Any]
 
 # Keys that every snapshot must have -> type of the value. A run needs all of these keys to resume.
-# scripts/generate.py needs no file but the snapshot, because of `config` and `tokenizer`.
+# scripts/generate.py reads only the snapshot, because `config` and `tokenizer` are in it.
 KEY_TYPES = {
     "model": dict,
     "optimizer": dict,
@@ -161,9 +161,9 @@ def describe_save_error(path: Path, error: OSError, n_bytes: int) -> str:
 def read_snapshot(path: Path) -> State:
     """Read a snapshot file into CPU memory and return its state.
 
-    The tensors do not go to the GPU: beside the model and the optimizer, they would take the same
-    memory a second time. First the checksums in the file are verified. `torch.save` writes
-    checksums, but `torch.load` ignores them, and would accept a flipped bit in a weight.
+    The tensors do not go to the GPU: there they would take as many bytes as the model and the
+    optimizer, in addition to these. First the checksums in the file are verified. `torch.save`
+    writes checksums, but `torch.load` ignores them, and would accept a flipped bit in a weight.
 
     Raises SnapshotError if the file is missing, damaged, or no snapshot of this project.
     """
@@ -192,7 +192,7 @@ def read_snapshot(path: Path) -> State:
 
 def load_weights_only(file: Path | BinaryIO, device: str) -> Any:
     """Load a file that torch.save has written, if it contains only plain data and tensors."""
-    # torch warns about programs and sparse tensors, which snapshots do not contain.
+    # Hide torch's warnings about TorchScript and sparse tensors, which no snapshot contains.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.load(file, map_location=device, weights_only=True)
@@ -275,7 +275,8 @@ def check_path(path: Path, resuming: bool) -> None:
     """Raise SnapshotError if a run may not use `path`. This function writes nothing.
 
     A new run may not replace a file that is no snapshot, because a typing error must not cost a
-    user that file. No run may use a path if another run has the same log, lock or older snapshots.
+    user that file. No run may use a path if its log, its lock, its `.prev.pt` or its `.best.pt`
+    would also be another run's.
     """
     if is_prev_or_best(path):
         raise path_error(f"{path} is another run's second file; copy it to a name of its own")
@@ -344,9 +345,9 @@ def rename_older_run(path: Path) -> None:
 def archived_path(path: Path) -> Path | None:
     """Return the new path for an older run at `path`, e.g. `run.2026-11-22-101500.pt`.
 
-    The time in the new name is that of the older run's last save or, if it saved nothing, of its
-    last log line. Returns None if there is no older run. (Empty files do not count: a run that is
-    killed before its first log line leaves empty files.)
+    The new name contains the time of the older run's last save. If the older run saved nothing, the
+    name contains the time of its last log line. Returns None if there is no older run. (Empty files
+    do not count: a run that is killed before its first log line leaves empty files.)
     """
     existing = [file for file in paths_of_run(path) if os.path.lexists(file)]
     if not any(file.lstat().st_size for file in existing):
