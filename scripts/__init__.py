@@ -19,7 +19,7 @@ from pathlib import Path
 from trainer.bootstrap import IS_MAIN_PROGRAM, say_stopped
 
 LISTING = """\
-Type python -m scripts.NAME (or python scripts/NAME.py) for NAME, and python NAME.py for NAME.py.
+Type NAME as python -m scripts.NAME (or python scripts/NAME.py). Type NAME.py as python NAME.py.
 Each command has --help. Commands that plan a run take the trainers' flags, with the same meaning.
 
 what you type                             the question that it answers                takes
@@ -111,15 +111,16 @@ def add_snapshot(parser: ArgumentParser, help_text: str) -> None:
     add("checkpoint_path", nargs="?", default=SUPPRESS, metavar="FILE",
         type=lambda word: word if word is SUPPRESS else Path(word),
         help=f"{help_text} (default: {path})")  # fmt: skip
-    add("--checkpoint-path", type=Path, default=path, metavar="FILE", help="the same; FILE wins")
+    add("--checkpoint-path", type=Path, default=path, metavar="FILE",
+        help="the same as FILE; if both are given, FILE counts")  # fmt: skip
 
 
 def flush() -> None:
     """Flush stdout at exit, and freeze the garbage collector.
 
     If the reader of a pipe is gone, Python's own flush would print an error. Without the freeze,
-    the garbage collector would search all of torch's objects for half a second. The operating
-    system frees that memory faster.
+    the garbage collector would search all of torch's objects for half a second at exit. This search
+    is not needed, because the operating system frees all memory of a process that ends.
     """
     gc.freeze()
     try:

@@ -1,4 +1,4 @@
-"""`python -m scripts`: list all commands, with the question that each answers and its duration."""
+"""`python -m scripts`: list each command, the question that it answers, and its duration."""
 
 import sys
 

@@ -7,9 +7,10 @@ The command takes minutes, and the machine should be idle. Ctrl-C ends the comma
 prints the results so far.
 
 Each policy runs in a process of its own. The process runs the trainer's step (train_step) on random
-tokens. The table shows the median time of the steps. On a GPU it shows their mean, because Python
-waits for a GPU only once, after the last step. Peak memory is the memory of tensors. On a GPU,
-PyTorch's caching allocator counts it; on a CPU, torch.profiler records each allocation.
+tokens. The table shows the median time of the steps. On a GPU it shows their mean: Python waits for
+a GPU only once, after the last step, so the times of single steps are unknown. Peak memory is the
+memory of tensors. On a GPU, PyTorch's caching allocator counts it; on a CPU, torch.profiler records
+each allocation.
 
 Next to each time the table shows the planner's prediction (planner/roofline.py). For a CUDA GPU in
 planner.CARDS the prediction uses the figures of its data sheet. Any other device is measured for
@@ -71,9 +72,10 @@ from trainer.run import Run
 
 Row = dict[str, Any]
 ModelFactory = Callable[[MiniGPTConfig], nn.Module]  # the model maps (ids, labels) -> loss
-# Steps. The first step compiles the model and makes AdamW's state; the second step uses both.
+# Number of steps before the timed steps. The first step compiles the model and makes AdamW's
+# state; the second step uses both.
 WARM_UP = 2
-# Trainers' flag that this tool refuses -> the reason
+# Flag of the trainers that this command refuses -> the reason
 REFUSED = {
     "use_activation_checkpoint": "--policies names the policies to measure",
     "card": "this machine's own device is measured; leave --card out",
@@ -181,7 +183,7 @@ def recorded_peak(run: Run) -> int:
         existing += cast(BlocksWithPolicies, run.model.blocks_with_recompute).offload_pool.buffers
     with profile(profile_memory=True) as profiler:
         timed_step(run)
-    result: Any = profiler.profiler  # (its own tables have only sums)
+    result: Any = profiler.profiler  # (the profiler's own tables have only sums)
     changes = [  # bytes; negative when a tensor is freed
         event
         for event in result.kineto_results.events()
@@ -192,10 +194,10 @@ def recorded_peak(run: Run) -> int:
 
 
 def measure(args: argparse.Namespace, make_model: ModelFactory = MiniGPT) -> dict[str, Any]:
-    """Run and time the steps; return their seconds and the peak memory.
+    """Run and time the steps; return a dict with their seconds and the peak memory.
 
-    `step_s_all`: seconds of each step; on a GPU one value, their mean. `peak_bytes`: the peak in
-    bytes; None if the device does not count it.
+    "step_s_all": a list with the seconds of each step; on a GPU a list with one value, the mean of
+    all steps. "peak_bytes": the peak in bytes; None if the device does not count it.
     """
     device = choose_device(args.device)
     run = make_run(args, device, make_model)
@@ -232,10 +234,10 @@ def run_worker(argv: list[str], policy: str) -> Row | None:
 def make_row(request: PlanRequest, measured: Row) -> Row:
     """Return a row of the JSON file: the result of `measure` for one policy, and the prediction.
 
-    `mfu` (model FLOPs utilization): the FLOP/s of a step without recomputed FLOPs, as a share of
-    the card's peak FLOP/s. `hfu` (hardware FLOPs utilization): the same share, with the recomputed
-    FLOPs. Both follow Chowdhery et al., 2022, section 4.1, and are None for a device without a data
-    sheet.
+    "mfu" (model FLOPs utilization): the FLOP/s of a step as a share of the card's peak FLOP/s,
+    where recomputed FLOPs do not count. "hfu" (hardware FLOPs utilization): the same share, where
+    recomputed FLOPs count, too. Both follow Chowdhery et al., 2022, section 4.1. Both are None for
+    a device without a data sheet.
     """
     args, step = request.args, request.step
     step_s = statistics.median(measured["step_s_all"])

@@ -121,7 +121,7 @@ def replay(
     # Backward runs with gradients disabled. Then operators save nothing, so enable gradients.
     with same_conditions, torch.enable_grad(), saved_tensors_hooks(fill, lambda tensor: tensor):
         with suppress(EarlyStop):
-            function(*args)  # forward has returned the result already: ignore it
+            function(*args)  # ignore this result: forward has returned it already
 
 
 def remember_conditions() -> Callable[[], AbstractContextManager]:
@@ -197,7 +197,7 @@ class Narrator(TorchFunctionMode):
 
     def describe(self, tensor: Tensor) -> str:
         """Return the name and the shape of a tensor: "gelu(..) 4x32". A tensor that the running
-        operator makes has no name yet."""
+        operator makes has no name yet, so only its shape is returned."""
         place, name = address(tensor), ""
         if place in self.names:
             name = self.names[place].rpartition(".")[2] + " "
@@ -310,8 +310,9 @@ def run_step(
             return model(ids[:, :-1], ids[:, 1:])
 
     with context():
-        # Count all storages that forward made and that are still alive. Hooks for saved tensors see
-        # only the tensors of the graph. But our checkpoint keeps x in a closure.
+        # Count all storages that forward made and that are still alive. Hooks for saved tensors
+        # would miss x: they see only the tensors of the graph, and our checkpoint keeps x in a
+        # closure.
         kept = sum(tensor.nbytes for tensor in kept_for_backward(model, forward))
         torch.manual_seed(1)
         with FlopCounterMode(display=False) as counter:
@@ -358,7 +359,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     tell_the_story(args.dropout)
     model = f"a MiniGPT with {CONFIG.n_layers} blocks, dropout {args.dropout:g}"
-    print(f"One step of {model}; times: relative to no checkpoint.")
+    print(f"One step of {model}. Columns 'times': the factor over no checkpoint.")
     times = f"{'times':>7}"
     print(f"{'':<26}{'loss':<11}{'gradients':<12}{'FLOPs':>12}{times}{'bytes kept':>12}{times}")
     is_equal = True

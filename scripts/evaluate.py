@@ -1,7 +1,7 @@
 """Measure how well a trained model predicts a text: loss, perplexity and bits/byte.
 
-The first command evaluates a run on the validation part of its own data, the second one on another
-text, in windows that overlap:
+The first command evaluates a run on the validation part of the run's own data. The second command
+evaluates a run on another text, in windows that overlap:
     python -m scripts.evaluate checkpoints/minigpt_single.pt
     python -m scripts.evaluate --val-data book.txt --stride 16
 
@@ -75,7 +75,7 @@ def read_data(
             saved = flags.with_flags(flags.build_parser("", "").parse_args([]), **state["args"])
             data = find_data(saved, process, LoadedSnapshot(state, path))
         except DataError as error:
-            raise DataError(f"the run's own data: {error}; --val-data names others") from None
+            raise DataError(f"the run's own data: {error}; --val-data names other data") from None
         if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):
             process.print0("note: the run's data changed; the model may have trained on part of it")
         description = f"validation part of {data.description}"
@@ -89,10 +89,10 @@ def sum_loss(model: MiniGPT, tokens: np.ndarray, args: argparse.Namespace) -> fl
     """Return the sum of the losses of all tokens except the first one, in nats."""
     device, last = next(model.parameters()).device, len(tokens) - 1
     T, nats = min(args.seq_len, last), 0.0
-    # Index of the last token that each window predicts. The last window ends with the text, so it
-    # may begin less than one stride after the window before it.
+    # Index of the last token that each window predicts. The last window ends where the text
+    # ends, so it may begin less than one stride after the window before it.
     ends = np.minimum(np.arange(T, last + args.stride, args.stride), last)
-    counts = np.diff(ends, prepend=0)  # number of new predictions in each window: its last ones
+    counts = np.diff(ends, prepend=0)  # n of each window: its last n predictions are new
     windows = sliding_window_view(tokens, T + 1)  # row i: tokens i .. i + T
     with tqdm(total=last, unit="tok", disable=None, leave=False) as bar:
         for first in range(0, len(ends), args.batch_size):
@@ -117,7 +117,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     set_matmul_precision(device, tf32=False)
     with process.showing_message(f"reading {path}"):
         model, tokenizer = load_model_and_tokenizer(path, device)
-    state, limit = peek(path), model.config.max_position_embeddings  # (state of a folder: {})
+    state, limit = peek(path), model.config.max_position_embeddings  # (peek(folder): {})
     trained = state["args"]["seq_len"] if state else limit
     args.seq_len = args.seq_len or min(trained, limit)
     args.stride = args.stride or args.seq_len
@@ -164,7 +164,8 @@ def main(argv: list[str]) -> None:
     add("--max-tokens", type=count, metavar="N", help="read the first N tokens (default: all)")
     add("--seq-len", type=count, metavar="N", help="tokens per window (default: as in training)")
     add("--stride", type=count, metavar="N", help="new tokens per window (default: --seq-len)")
-    add("--batch-size", type=count, default=8, metavar="N", help="windows (default: %(default)s)")
+    add("--batch-size", type=count, default=8, metavar="N",
+        help="windows at a time (default: %(default)s)")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--amp-dtype", choices=("auto", "bfloat16", "float16"), help="(default: none, float32)")
     add("--json", type=flags.output_file, metavar="FILE", help="write the numbers there, unrounded")

@@ -5,10 +5,11 @@
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
     pipeline("text-generation", "minigpt-hf")("def ")
 
-MiniGPT has the architecture of GPT-2. So the folder holds a GPT2LMHeadModel whose weights are equal
-to the bit, and a tokenizer that gives the same ids for any text. If model.py has been changed and
-does not compute GPT-2 any more, nothing is written. The export needs the package safetensors (pip
-install safetensors), but not transformers. The trainers' --init-from reads the exported folder.
+MiniGPT has the architecture of GPT-2. So the folder holds a GPT2LMHeadModel with the weights of the
+snapshot, equal to the bit, and a tokenizer that gives the same ids for any text. If model.py has
+been changed and does not compute GPT-2 any more, nothing is written. The export needs the package
+safetensors (pip install safetensors), but not transformers. The trainers' --init-from reads the
+exported folder.
 """
 
 import os
@@ -59,8 +60,8 @@ LAYER = {  # parameter prefix in nn.TransformerEncoderLayer -> prefix in model.p
 
 
 def their_sizes(config: MiniGPTConfig) -> dict[str, Any]:
-    """Return the sizes and the dropout under the names that transformers' GPT2Config and its
-    config.json have for them."""
+    """Return the sizes and the dropout of `config`, with the names that they have in
+    transformers' GPT2Config and in config.json."""
     sizes = {theirs: getattr(config, ours) for theirs, ours, _ in CONFIG_JSON_SIZES}
     return sizes | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
 
@@ -158,7 +159,7 @@ def export(source: Pretrained, folder: Path) -> None:
     files = json_files(source.config, source.tokenizer)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Ctrl-C or a full disk leaves no file behind: the next export needs an empty folder.
+        # Ctrl-C or a full disk must leave no file: the next export needs an empty folder.
         with TemporaryDirectory(dir=folder) as new:
             library.torch.save_file(weights, f"{new}/model.safetensors", metadata={"format": "pt"})
             for name, content in files.items():
@@ -186,7 +187,7 @@ def main(argv: list[str]) -> None:
         help="folder to make; an existing one must be empty",
     )
     args = parser.parse_args(argv)
-    folder = Path(os.path.realpath(args.out))  # so that "." has a name, too
+    folder = Path(os.path.realpath(args.out))  # so that errors show the full path
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"--out: {args.out} exists and is not empty; name another folder")
     source = open_pretrained(args.checkpoint_path)

@@ -3,8 +3,8 @@
 python -m scripts.kept_tensors                     # all policies, GPT-2 small's block
 python -m scripts.kept_tensors --policy cheap --no-amp --batch-size 8
 
-JAX prints a similar list with `print_saved_residuals`. The model runs on fake tensors, so any size
-works and takes no memory.
+JAX prints a similar list with `print_saved_residuals`. This command runs the model on fake tensors,
+which have shapes but no memory. So any size works.
 """
 
 import os

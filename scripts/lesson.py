@@ -4,7 +4,7 @@ python -m scripts.lesson                   # list the exercises
 python -m scripts.lesson 4                 # show exercise 4
 python -m scripts.lesson 4 30              # check whether 30 is the answer to exercise 4
 python -m scripts.lesson 4 --measure       # measure the answer to exercise 4
-python -m scripts.lesson 4 --solution      # print the answer and its reason (without 4: all)
+python -m scripts.lesson 4 --solution      # print the answer and its reason (without 4: of all)
 
 The questions are in docs/lesson.md. Hints and reasons are in EXERCISES. The model and the planner
 compute each answer on demand, in one function per exercise (MEASURES). Exit codes: 0 the answer is
@@ -83,8 +83,8 @@ class Exercise:
         return abs(given - answer) <= self.tolerance * abs(answer)
 
     def comment(self, given: float | str) -> str:
-        """Return the comment on the wrong answer `given`. It helps to find the right answer, but
-        does not contain it."""
+        """Return the comment on the wrong answer `given`. The comment helps to find the right
+        answer, but does not contain the right answer."""
         comments = (comment for wrong, comment in self.mistakes if self.is_near(given, wrong))
         return next(comments, self.hint)
 
@@ -287,8 +287,9 @@ def needed_by_backward() -> Measured:
 
 
 def block_keeps(policy: str, no_amp: bool = False) -> Measured:
-    """Compute answers 2, 3 and 4: the BTC that a block keeps with `policy`. Autocast's copies of
-    the weights are left out, because they do not grow with the batch. `no_amp`: no autocast."""
+    """Compute answers 2, 3 and 4: the memory that a block keeps with `policy`, in BTC (B * T * C
+    bytes). Autocast's copies of the weights are left out, because they do not grow with the batch.
+    `no_amp`: no autocast."""
     size = {"batch_size": 2, "seq_len": SEQ_LEN, "d_model": 768, "n_heads": 12}
     tensors = kept_by_one_block(policy, argparse.Namespace(**size, no_amp=no_amp))
     tensors = [tensor for tensor in tensors if tensor.shape[0] in (2, 2 * SEQ_LEN)]
@@ -298,7 +299,8 @@ def block_keeps(policy: str, no_amp: bool = False) -> Measured:
 
 def cost_of_full() -> Measured:
     """Compute answer 5: the FLOPs of a step of blocks with `full`, divided by those with `none`.
-    The other lines add attention's own products, then the head."""
+    The second line for --measure also counts attention's own matrix products, the third line also
+    counts the head."""
 
     def relative(vocab_size: int, seq_len: int) -> float:
         config = replace(GPT2_SMALL, vocab_size=vocab_size, recompute="full")
@@ -346,8 +348,8 @@ def planner(accumulate: bool = False) -> Planner:
 
 
 def ways(policies: Iterable[str], accumulate: bool = False, **memory: Any) -> list[StepMemory]:
-    """Simulate a step with each policy. A step takes one or two seconds. A terminal shows a
-    progress bar."""
+    """Return a simulated step with each policy. A simulation takes one or two seconds, so a
+    terminal shows a progress bar."""
     return [
         planner(accumulate).step(SEQUENCES, recompute=policy, **memory)
         for policy in tqdm(policies, leave=False, disable=None)
@@ -375,7 +377,8 @@ def best_group(
     planner: Planner, sizes: Iterable[int], policy: str, formula: Callable[[int], float]
 ) -> Measured:
     """Return the group size K of the step with the lowest peak. `policy`: a policy string with the
-    letter "K" in place of the size. `formula(K)`: the BTC that groups of K blocks need."""
+    letter "K" in place of the size. `formula(K)` returns the memory that groups of K blocks need,
+    in BTC."""
     peaks, lines = dict[int, int](), ["K   by formula   peak of a step"]
     for k in tqdm(sizes, leave=False, disable=None):
         peaks[k] = planner.step(SEQUENCES, recompute=policy.replace("K", str(k))).peak
@@ -473,7 +476,8 @@ def done_again() -> Measured:
         f"{name:<24}  {n or 'none'} of {len(undisturbed)} weights differ"
         for name, n in zip(weights_by_part, differ, strict=True)
     ]
-    # The number of parts, from forward on, in which memory may run out without another result.
+    # Number of parts, counted from forward, in which memory may run out without a change of the
+    # results.
     n_safe = next(i for i, n in enumerate(differ) if n)
     return "dabc"[n_safe], ["memory runs out in", *lines]
 

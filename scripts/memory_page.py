@@ -10,8 +10,8 @@ freed. The page also lists the storages that are alive at any instant, and shows
 a budget.
 
 The flags are those of the trainers, with the same meaning. The page first shows the policy that the
-flags select. The horizontal axis is the step, in FLOPs or, with --card, in predicted seconds.
-`--device cuda` plans for a GPU, also on a machine without one.
+flags select. The horizontal axis is the progress of the step, in FLOPs or, with --card, in
+predicted seconds. `--device cuda` plans for a GPU, also on a machine without one.
 
 All numbers come from the planner (planner/record.py). The page itself is plain HTML, CSS and
 JavaScript in scripts/page/. This file inserts the numbers into the page.
@@ -59,10 +59,10 @@ SOURCE = Path(__file__).parent / "page"
 SCRIPTS = ("step.js", "frame.js", "chart.js", "listen.js", "page.js")
 # Some parts of the step have no matrix products, and so no FLOPs. To be visible, a part of forward
 # or backward is at least NARROW wide, and the optimizer's update is at least UPDATE wide. Both are
-# shares of the FLOPs of a step without recompute.
+# widths as shares of the width of a step without recompute.
 NARROW, UPDATE = 1 / 400, 1 / 50
 WORDS = {
-    "plain": "every intermediate is kept, and all logits at once, as in most tutorials",
+    "plain": "every intermediate is kept, and all logits exist at once, as in most tutorials",
     **{name: policy.description for name, policy in RECOMPUTE.items()},
     "full/2": "an activation checkpoint around every two blocks",
 }
@@ -84,10 +84,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Labels:
-    """Numbers of labels, which describe storages. Equal blocks have equal storages; only the number
-    of the block in their names differs. A label has "<+0>" for the number of the storage's own
-    block and "<+1>" for that of the next block. So equal storages share one label. Looking up a new
-    label adds it."""
+    """Numbers of the labels that describe storages. Equal blocks have equal storages; only the
+    block number in the storages' names differs. A label has "<+0>" in place of the number of the
+    storage's own block, and "<+1>" in place of the number of the next block. So equal storages of
+    all blocks share one label. The lookup of a new label gives this label the next number."""
 
     def __init__(self) -> None:
         self.operators, self.lines, self.storages = numbers(), numbers(), numbers()
@@ -194,7 +194,7 @@ def policies(request: PlanRequest) -> tuple[dict[str, dict[str, Any]], str]:
     config, settings = request.config, dict(POLICIES)
     if request.args.use_activation_checkpoint == AUTO:
         config = request.step_with_best_policy().config
-    if config.loss_chunks:  # --loss-chunks sets the head of all policies
+    if config.loss_chunks:  # --loss-chunks sets the number of chunks for all policies
         del settings["plain"]
     if config.n_layers == 1:  # one block makes no group of 2
         del settings["full/2"]

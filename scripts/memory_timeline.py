@@ -6,9 +6,9 @@ python -m scripts.memory_timeline --policies none mlp full/2 --out mine.svg
 
 The flags are those of the trainers, with the same meaning. Flags that choose a policy have no
 effect, because --policies names the panels. Flags of the group "running" have no effect either. The
-horizontal axis is the step, in FLOPs. The vertical axis is the memory of all tensors, as the
-planner predicts it. `--device cuda` plans for a GPU, also on a machine without one. The command
-needs matplotlib: pip install matplotlib
+horizontal axis is the progress of the step, in FLOPs. The vertical axis is the memory of all
+tensors, as the planner predicts it. `--device cuda` plans for a GPU, also on a machine without one.
+The command needs matplotlib: pip install matplotlib
 """
 
 import os
@@ -67,7 +67,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument_group("picture").add_argument
     # fmt: off
     add("--policies", nargs="+", type=policy_or_plain, default=[*TITLES], metavar="POLICY",
-        help="one panel each; plain: none with --loss-chunks 1, as in most tutorials (default: "
+        help="one panel each; plain: no recompute, --loss-chunks 1, as in most tutorials (default: "
         f"{' '.join(TITLES)})")
     add("--out", type=output_file, default=Path("out/memory_timeline.png"), metavar="FILE",
         help="file of the picture; its suffix sets the format (default: %(default)s)")

@@ -5,9 +5,10 @@ The flags are those of the trainers. A few more flags say what to plan:
     python -m scripts.plan_memory --model gpt2 --card "RTX 4090" --all-knobs
 
 For each recompute policy, one training step of the model is simulated on tensors that have shapes
-but no memory. So no GPU is needed, nothing is downloaded, and 1.5 billion parameters take a quarter
-of a minute on a laptop. `--device cuda` plans for a GPU, also on a machine without one. `--card`
-names a GPU: then the budget is this GPU's memory, and the plan predicts the time as well.
+but no memory. So no GPU is needed, nothing is downloaded, and the plan for a model with 1.5 billion
+parameters takes a quarter of a minute on a laptop. `--device cuda` plans for a GPU, also on a
+machine without one. `--card` names a GPU: then the budget is this GPU's memory, and the plan
+predicts the time as well.
 
 The recommendation leaves a margin for memory that is not tensors: the CUDA context, kernels, the
 allocator's gaps. The margin is a tenth of the budget. On a GPU it is at least 1 GiB, or a quarter
@@ -64,18 +65,18 @@ from trainer.report import describe_model
 PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # the total is not known in advance
 # Typed flags that the recommended command does not repeat.
 ANSWERED = {"memory_budget", "card", "use_activation_checkpoint"}
-DEEPER = 2  # number of policies to name for the case that memory runs out during the run
+DEEPER = 2  # largest number of policies that the line of `deeper_words` names
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the trainers' flags and those of the plan. Raises UsageError or DataError.
 
     The table compares all policies, so it ignores the policy that the user types. With --at-peak
-    `args.typed_policy` keeps that policy; None if none was typed.
+    `args.typed_policy` is the typed policy, or None if the user typed `auto` or no policy.
     """
     parser = flags.build_parser("python -m scripts.plan_memory", "unused.pt")
     does = "Predict the memory of a training run, for each recompute policy."
-    parser.description = f"{does} Takes the trainers' flags; many change no plan."
+    parser.description = f"{does} Takes the trainers' flags; many of them do not change the plan."
     add = parser.add_argument_group("plan (all else as in train_minimal.py)").add_argument
     add("--nproc-per-node", type=flags.number_in_range(int, 1, 10**4), metavar="N",
         help="plan for train_ddp.py, with N processes on a machine")  # fmt: skip
@@ -94,7 +95,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "accumulation, policy or mix; a step keeps its number of sequences")  # fmt: skip
     add("--at-peak", action="store_true",
         help="list the tensors that are alive at the peak, with the policy that you type, else "
-        "with the recommended policy, else with none")  # fmt: skip
+        "with the recommended policy, else without recompute")  # fmt: skip
     add("--json", type=flags.output_file, metavar="FILE", help="write the plan there, in bytes")
     args = parser.parse_args(argv)
     check(args)
@@ -199,8 +200,8 @@ def command_line(args: argparse.Namespace, **changes: Any) -> str:
 
 
 def verdict(request: PlanRequest, taken: Candidate | None, table: list[Candidate]) -> list[str]:
-    """Return the command to run, as lines. If nothing fits: the reason, and the command with a
-    change that makes the run fit."""
+    """Return the command to run, as lines. If nothing fits, return the reason and, if a change of
+    flags makes the run fit, the command with this change."""
     args = request.args
     if request.memory_budget.limit_bytes is None:
         return ["--memory-budget 8GiB, for example, shows what fits and which policy to take"]
@@ -220,8 +221,8 @@ def verdict(request: PlanRequest, taken: Candidate | None, table: list[Candidate
 
 
 def longest_command(request: PlanRequest, table: list[Candidate]) -> str:
-    """Return the command for the longest sequence. If several policies reach the same length, take
-    the cheapest of them, and an offloaded one only if no other reaches it."""
+    """Return the command for the longest sequence. If several policies reach this length, take the
+    cheapest policy without offload; if all of them offload, take the cheapest of them."""
     fits = [candidate for candidate in table if candidate.longest]
     best = min(
         fits, key=lambda candidate: (-(candidate.longest or 0), candidate.offloaded, candidate.cost)
@@ -232,7 +233,7 @@ def longest_command(request: PlanRequest, table: list[Candidate]) -> str:
 
 def deeper_words(taken: Candidate | None) -> list[str]:
     """Return a list of one line: the first policies that a run falls back to when memory runs out,
-    each with its peak and time. The list is empty if there are none."""
+    each with its peak and time. The list is empty if there is no such policy."""
     names = []
     for candidate in islice(if_memory_runs_out(taken), DEEPER):
         time = (

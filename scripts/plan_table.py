@@ -46,7 +46,7 @@ class Candidate:
     seconds: float | None  # of a training step with all micro-batches; None: no card
     tokens_per_s: float | None  # of all processes
     fits: bool | None  # in the whole budget; None: unknown
-    fits_safely: bool  # in the budget less the margin
+    fits_safely: bool  # in the budget minus the margin
     longest: int | None = None  # tokens of the longest sequence that fits; None: not asked
 
     @property
@@ -82,8 +82,8 @@ class Candidate:
 
     def changes(self, args: argparse.Namespace) -> dict[str, Any]:
         """Return the flags of this candidate that differ from those in `args`, and always the
-        policy. (--max-position-embeddings is compared only with --model, which sets it. Otherwise
-        it follows --seq-len.)"""
+        policy. (--max-position-embeddings is compared only with --model, because --model sets it.
+        Without --model it follows --seq-len.)"""
         wanted = vars(self.request.args)
         names = ["batch_size", "grad_accum_steps", "seq_len", "mlp_chunks"]
         names += ["max_position_embeddings"] * bool(args.model)
@@ -136,7 +136,7 @@ def candidate_of(request: PlanRequest, **flags: Any) -> Candidate:
 
 
 def policy_table(request: PlanRequest) -> list[Candidate]:
-    """Return a candidate for every policy.
+    """Return a candidate for each policy of `uniform_policies`, and for OFFLOAD_POLICY.
 
     If the cheapest policy that fits is a mix or a nested group, it has a candidate, too. With
     --longest-sequence nested groups always have candidates, and each candidate has its longest
@@ -196,8 +196,9 @@ def format_table(candidates: list[Candidate], taken: Candidate | None) -> str:
 def estimates(candidate: Candidate, first: Candidate) -> dict[str, str]:
     """Return the cells for time and tokens/s; "~" marks them as estimates.
 
-    The first row shows its time, the other rows how much more time they take. The prediction leaves
-    out the copies of offload, so an offloaded candidate shows bounds, with ">" and "<".
+    The first row shows its time. The other rows show how much more time they take than the first
+    row. The prediction leaves out the copies of offload, so an offloaded candidate shows bounds,
+    with ">" and "<".
     """
     time, speed = candidate.seconds or 0, digits(3, candidate.tokens_per_s or 0)
     more = f"{time / (first.seconds or 1) - 1:+.0%}"
@@ -210,8 +211,8 @@ def estimates(candidate: Candidate, first: Candidate) -> dict[str, str]:
 
 
 def describe_host(candidate: Candidate) -> str:
-    """Return a line with the CPU memory that an offloaded candidate pins, for all processes; "" if
-    it pins none, or if its device is the CPU."""
+    """Return a line with the CPU memory that all processes of an offloaded candidate pin together.
+    Return "" if the candidate pins no memory, or if its device is the CPU."""
     processes, host = candidate.request.processes, candidate.step.host_bytes
     if candidate.request.device.type == "cpu" or not host:
         return ""
@@ -220,9 +221,9 @@ def describe_host(candidate: Candidate) -> str:
 
 
 def if_memory_runs_out(candidate: Candidate | None) -> Iterator[Candidate]:
-    """Yield the candidates that a run falls back to, in order: the first one if memory runs out
-    with `candidate`, each further one if memory runs out with the one before it. (With shards,
-    torchrun restarts the run to change the policy: --max-restarts.)"""
+    """Yield the candidates that a run falls back to. The run uses the first of them when memory
+    runs out with `candidate`. It uses each later candidate when memory runs out with the candidate
+    before. (With shards the policy changes only when torchrun restarts the run: --max-restarts.)"""
     if (
         candidate
         and candidate.longest is None
@@ -243,7 +244,8 @@ def if_memory_runs_out(candidate: Candidate | None) -> Iterator[Candidate]:
 def with_length(args: argparse.Namespace, seq_len: int) -> argparse.Namespace:
     """Return the flags with sequences of `seq_len` tokens.
 
-    `max_position_embeddings` becomes `seq_len`. If it was typed, or set by --model, it only grows.
+    `max_position_embeddings` becomes `seq_len`. But a value that was typed or set by --model is
+    never reduced.
     """
     follows = "max_position_embeddings" not in args.typed and args.model is None
     positions = 0 if follows else args.max_position_embeddings
@@ -251,7 +253,7 @@ def with_length(args: argparse.Namespace, seq_len: int) -> argparse.Namespace:
 
 
 def longest_sequence(request: PlanRequest) -> int:
-    """Return the tokens of the longest sequence that fits with the margin; 0: no length fits."""
+    """Return the length, in tokens, of the longest sequence that fits with the margin; 0: none."""
     args = request.args
 
     def peak(n: int) -> int:
@@ -259,8 +261,8 @@ def longest_sequence(request: PlanRequest) -> int:
 
     if request.state_bytes > request.usable_bytes:
         return 0
-    # With fused attention, memory depends only on the number of tokens. So the guess divides the
-    # tokens of the largest batch by the number of sequences.
+    # With fused attention, memory depends only on the number of tokens. So the guess is the number
+    # of tokens in the largest batch, divided by the number of sequences.
     guess = request.largest_batch * args.seq_len // (args.batch_size * STEP)
     typed = "max_position_embeddings" in args.typed
     max_n = (args.max_position_embeddings if typed else MAX_COUNT) // STEP
@@ -291,9 +293,9 @@ def most_that_fit(
 
 
 def search_settings(request: PlanRequest) -> list[Candidate]:
-    """Return the fastest candidate for each micro-batch size that divides the sequences of a step,
-    the fastest first; empty if none fits. (All candidates train the same: a step has the same
-    sequences, and policies change no result.)"""
+    """Return the fastest candidate that fits for each micro-batch size that divides the number of
+    sequences in a step. The fastest size comes first; sizes that do not fit are left out. (All
+    candidates train the same: a step has the same sequences, and policies change no result.)"""
     typed_size = request.args.batch_size
     sequences = typed_size * request.args.grad_accum_steps
     candidates: list[Candidate] = []
@@ -391,8 +393,8 @@ def in_words(group: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def format_peak(record: StepRecord) -> str:
-    """Return a table of the groups that are alive at the peak, of at most LINES rows. The title
-    above names the phase and block of the peak."""
+    """Return a table of the groups that are alive at the peak, with at most LINES rows. The title
+    above the table names the phase and the block of the peak."""
     groups, peak = at_peak(record), record.step_memory.peak
     shown = groups if len(groups) <= LINES else groups[: LINES - 1]
     rows = [(group["bytes"], *in_words(group)) for group in shown]

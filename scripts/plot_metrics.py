@@ -5,9 +5,9 @@ python -m scripts.plot_metrics a.metrics.jsonl b.metrics.jsonl --out curves.svg
 
 The values of single log lines are noisy. So a long run has a thin line for all values, and a thick
 line for their moving average over a twentieth of the run. (--smooth 1: no average.) A dotted
-vertical line marks where a run was resumed. A solid line marks where memory ran out and the run
-went on with another recompute policy. The legend shows each run's peak memory. The command needs
-matplotlib: pip install matplotlib
+vertical line marks where a run was resumed. A solid vertical line marks where memory ran out and
+the run went on with another recompute policy. The legend shows each run's peak memory. The command
+needs matplotlib: pip install matplotlib
 """
 
 import os

@@ -1,5 +1,5 @@
-"""Colours, labels and sizes of all pictures and of the page; and the metadata of figures (`about`):
-the command, the device, the torch version and the date.
+"""Colours, labels and sizes of all pictures and of the page. Metadata of results (`about`): the
+command, the device, the torch version and the date.
 
 Only load_pyplot imports matplotlib. If matplotlib is missing, the error is one line, not a
 traceback.
@@ -28,7 +28,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     **{policy: {"recompute": policy} for policy in UNIFORM_POLICIES},
 }
 # Kinds of memory, in the order of every picture from the bottom up: first the memory that exists
-# during the whole step. The hues are Okabe and Ito's; the training state has the cold ones. Some
+# during the whole step. The hues are Okabe and Ito's; the training state has the cold hues. Some
 # colours are lighter or darker than Okabe and Ito's. Otherwise a colour-blind reader would confuse
 # "head" with "temporaries", and "recomputed" with "activations".
 COLORS = {
@@ -99,7 +99,7 @@ def save_picture(figure: Any, file: Path, about: Mapping[str, str] | None = None
         raise UsageError(f"--out {file}: {error}") from None
 
 
-# ---- Metadata of figures
+# ---- Metadata of results
 
 
 def describe_device(device: torch.device) -> str:
@@ -112,7 +112,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def about(module: str, argv: list[str], device: torch.device | None = None) -> dict[str, Any]:
-    """Return the metadata of a figure; it names the device only if `device` is given."""
+    """Return the metadata of a result. They name the device only if `device` is given."""
     command = {"command": shlex.join(["python", "-m", module, *argv])}
     hardware = {"device": describe_device(device)} if device else {}
     return command | hardware | {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}

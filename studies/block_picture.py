@@ -5,8 +5,8 @@ python -m studies.block_picture --out FILE      # and as a picture: needs matplo
 
 This file states only the names of the tensors. The rest comes from the planner, which simulates a
 step with each policy. A tensor that still exists when backward begins is *kept*. A tensor that
-backward makes again is *recomputed*. The block is that of GPT-2 small, in bfloat16 autocast without
-dropout.
+backward makes again is *recomputed*. The block is a block of GPT-2 small, in bfloat16 autocast
+without dropout.
 """
 
 import re
@@ -52,7 +52,7 @@ NAMES = {
 
 
 class BlockTensor(NamedTuple):
-    """The tensors of a block that have one name in the picture, under one policy."""
+    """The tensors of a block that share one name in the picture, with one policy."""
 
     name: str
     bytes: int  # of these tensors together

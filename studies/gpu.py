@@ -73,7 +73,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Bench:
-    """Device and sizes of the measurements. `dry`: small sizes on the CPU."""
+    """Device and sizes of the measurements: a GPU and GPT-2, or (`dry`) the CPU and small sizes."""
 
     dry: bool = False
     peers: Mapping[str, ModelFactory] = field(default_factory=dict)  # GPT-2 of other libraries
@@ -110,7 +110,7 @@ def head(bench: Bench) -> Jobs:
 
 
 def time_head(bench: Bench, dtype: torch.dtype, chunks: int) -> Values:
-    """Measure the head. `MiB`: the peak minus the memory in use before the step; 0 on a CPU."""
+    """Measure the head. "MiB" is the peak minus the memory in use before the step; 0 on a CPU."""
     args, N = bench.args(), bench.pick(16 * 1024, 32)
     V, C, make = args.vocab_size, args.d_model, partial(torch.randn, device=bench.device)
     x, weight = make(1, N, C).requires_grad_(), (0.02 * make(V, C)).requires_grad_()
@@ -234,8 +234,8 @@ def shortage(bench: Bench, step: int, free_bytes: int, in_holes: bool) -> Iterat
 
 def rescue(bench: Bench) -> Jobs:
     """Take memory away in the middle of training: the step fails, and is repeated with a policy
-    that needs less memory. `ms`: time of that step, with all attempts and plans. `MiB left`: memory
-    that the failed attempts did not free."""
+    that needs less memory. `ms` is the time of that step, with all attempts and plans. `MiB left`
+    is the memory that the failed attempts did not free."""
     for policy, how in product(("none", "cheap"), ("", ", in holes")):
         yield f"{policy}{how}", partial(rescued_step, bench, policy, bool(how))
 
@@ -293,14 +293,14 @@ def append(file: Path, record: Values) -> None:
 
 def measure(bench: Bench, sections: list[str], file: Path) -> None:
     """Run each measurement that has no values in the file. Measurements that an earlier run began
-    come last. (After a CUDA error all later ones fail, too: run the command again.)"""
+    come last. (After a CUDA error all later measurements fail, too: run the command again.)"""
     _, before = read(file)
     jobs = {(part, name): job for part in sections for name, job in SECTIONS[part](bench)}
     gc.freeze()  # later collections skip the objects that exist now
     missing = [key for key in jobs if "values" not in before.get(key, {})]
     for section, name in sorted(missing, key=lambda key: key in before):
         record: Values = {"section": section, "name": name}
-        append(file, record | {"error": "it ended the process"})  # counts if it stays the last line
+        append(file, record | {"error": "it ended the process"})  # counts only if this process ends
         gc.collect()
         torch._dynamo.reset()  # compile each policy separately
         torch.cuda.empty_cache()

@@ -42,7 +42,8 @@ MADE = defaultdict[tuple, dict](dict)  # (device, precision) -> cache of simulat
 
 
 def plan(flags: str, policy: str = "none", clock: str = "") -> Candidate:
-    """Return one row of plan_memory. `clock`: card to predict the time for; "": that of --card."""
+    """Return one row of plan_memory. `clock`: name of the card for which the time is predicted; "":
+    the card that --card names."""
     request, _ = parse_request(flags.split())
     card, made = CARDS.get(clock, request.card), MADE[request.device.type, request.compute_dtype]
     request = replace(request, card=card, planner_cache=made)
@@ -56,7 +57,7 @@ PEAKS = {
     "124M, B=12": "--model gpt2 --batch-size 12",
     "1.5B, B=4": "--model gpt2-xl --batch-size 4",
 }
-CLOCKS = "H100", "RTX 4090"  # cards to predict times for, of the second shape in PEAKS
+CLOCKS = "H100", "RTX 4090"  # cards for which the time of "124M, B=12" is predicted
 WAYS = {  # name of a row -> (policy, --loss-chunks)
     "plain": ("none", 1),
     "full, head at once": ("full", 1),
@@ -100,7 +101,8 @@ BESIDE = (
     "RTX 3070|RTX 3080 10GB|RTX 4060|RTX 4080|RTX 5080|RTX A6000|RTX 6000 Ada|V100 16GB|V100 32GB"
 ).split("|")
 SHOWN = [name for name in CARDS if device_type(CARDS[name]) == "cuda" and name not in BESIDE]
-SPENT = (("none", 1), ("none", 0), ("full", 0))  # (policy, --loss-chunks) of three batch sizes
+# (policy, --loss-chunks) of the three largest batches in a cell of the table
+SPENT = (("none", 1), ("none", 0), ("full", 0))
 STEP = "--batch-size 16 --grad-accum-steps 32"  # half a million tokens per step, as for GPT-3
 SETTING = (
     "model name batch_size grad_accum_steps seq_len flags peak_bytes seconds tokens_per_s".split()
@@ -108,8 +110,8 @@ SETTING = (
 
 
 def card_row(name: str) -> dict[str, Any]:
-    """Return a row: the largest micro-batch of each model (0: not one sequence fits), and the
-    fastest settings for the largest model that trains on this card."""
+    """Return a row: for each model the largest micro-batches, one for each entry of SPENT (0: not
+    one sequence fits), and the fastest settings for the largest model that trains on this card."""
     flags = {model: f"--card {name.replace(' ', '-')} --model {model}" for model in SHAPES}
     batches = {
         model: [
@@ -210,7 +212,7 @@ def format_long(rows: Rows) -> str:
 
 TABLES: dict[
     str, tuple[Callable, Callable[[Rows], str], list]
-] = {  # table -> (makes the row of a key, formats all rows, keys)
+] = {  # table -> (function that makes the row of a key, function that formats all rows, keys)
     "ladder": (ladder_row, format_ladder, [*WAYS]),
     "cards": (card_row, format_cards, SHOWN),
     "long": (length_row, format_long, [*product(KNOBS, LENGTHS)]),

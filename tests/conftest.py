@@ -1,7 +1,8 @@
 """Settings and fixtures of all tests. Each process uses one thread, which sleeps while it waits.
 
-With two threads the last bits of a result may be different from those with one thread. Child
-processes inherit the environment variables that are set here.
+With two threads the last bits of a result may be different from those with one thread, and many
+tests compare results to the bit. Child processes inherit the environment variables that are set
+here.
 """
 
 import gc
@@ -15,7 +16,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 gc.set_threshold(300_000)  # collect garbage less often: this saves time
 
 # If a shell starts the tests in the background, the tests and their child processes ignore Ctrl-C
-# (SIGINT). But some tests send SIGINT to a child process.
+# (SIGINT). But some tests end a child process with SIGINT. So handle SIGINT as usual.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -117,8 +118,8 @@ def chromium():
     if program is None:
         pytest.skip("needs Chromium: apt install chromium, or Chrome")
     with playwright() as running:
-        # Chromium's sandbox does not work for root. Most other flags stop requests of Chromium to
-        # the network.
+        # --no-sandbox: Chromium's sandbox does not work for root. Most other flags stop requests
+        # that Chromium itself sends to the network.
         flags = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
         flags += "--disable-background-networking --disable-component-update"
         browser = running.chromium.launch(executable_path=program, args=flags.split())

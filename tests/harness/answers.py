@@ -77,7 +77,7 @@ def budget_for(tensors: float) -> str:
 
 
 def room_for(tensors: float) -> MemoryBudget:
-    """Return the smallest memory budget of a CPU of which tensors may take `tensors` bytes."""
+    """Return the smallest memory budget on a CPU that lets tensors take `tensors` bytes."""
     about = count(int(tensors / 0.9) - 1)
     return MemoryBudget(next(n for n in about if without_margin(n, "cpu") >= tensors), "cpu")
 

@@ -4,9 +4,9 @@ FAULTS="kill:0:9" python tests/harness/faults.py train_minimal [flags]
 FAULTS="nan:1:7" torchrun --nproc-per-node=2 tests/harness/faults.py train_ddp [flags]
 
 A fault is written kind:rank:step. A kind in STEP_FAULTS acts just before the step. A kind in
-SAVE_FAULTS acts while the snapshot of the step is saved. Such a fault acts only in the first
-attempt of a run, so that the run can finish after torchrun has restarted it. (kind:rank:step:1 acts
-only in the second attempt.)
+SAVE_FAULTS acts while the snapshot of the step is saved. Every fault acts only in the first attempt
+of a run, so that the run can finish after torchrun has restarted it. (But a fault that is written
+kind:rank:step:1 acts only in the second attempt.)
 
 More environment variables:
 
@@ -143,8 +143,8 @@ STEP_FAULTS: dict[str, Act] = {
 
 
 class Collectives(TorchDispatchMode):
-    """Dispatch mode that records (name, bytes) of each collective. The bytes are those of its
-    largest tensor, which is the gathered tensor, or the tensor that is scattered.
+    """Dispatch mode that records (name, bytes) of each collective. The bytes are those of the
+    collective's largest tensor, which is the gathered tensor, or the tensor that is scattered.
 
     (A mode sees the operators of its own thread. On a CPU backward runs in the thread that calls
     it, so the mode sees the collectives of DDP, too.)
@@ -203,8 +203,8 @@ def history(path: Path, rank: int = 0) -> dict[int, dict[str, Any]]:
 
 def broken(path: Path, faults: str | dict[int, Act], *flags: str, **options: Any) -> int | None:
     """Run train_minimal.py in this process with `faults`. Return the exit code, or None if an
-    Injected error ended the run. `faults`: a string as in FAULTS, or a dict step -> function that
-    is called before the step."""
+    Injected error ended the run. `faults`: a string as in the variable FAULTS, or a dict
+    step -> function to call just before this step."""
     step, named = train_step, {"FAULTS": faults}
     if isinstance(faults, dict):
         step = lambda run: train_step(run, *filter(None, [faults.get(run.step)]))  # noqa: E731

@@ -32,8 +32,9 @@ def gpt2_tensors() -> Tensors:
 
 
 def write_folder(folder: Path, tensors: Tensors | None = None, files: dict | None = None) -> Path:
-    """Write the model to `folder`, and return `folder`. `files`: file name -> content in place of
-    the usual content: bytes, or a value that is written as JSON, or None to leave out the file."""
+    """Write the model to `folder`, and return `folder`. `files`: name of a file -> its content,
+    in place of the usual content. The content is bytes, or a value that is written as JSON, or
+    None, which leaves out the file."""
     weights = save(gpt2_tensors() if tensors is None else tensors)
     whole = {"config.json": CONFIG, "tokenizer.json": TOKENIZER, "model.safetensors": weights}
     folder.mkdir()

@@ -3,8 +3,9 @@
 On a CPU dropout runs as several small operators. Attention with dropout runs as about a dozen small
 operators. One of these operators, `bernoulli_`, draws the mask, so a replay of a block draws the
 mask again. On CUDA dropout is one operator, and attention is one operator, too. A replay that
-reuses the result of attention does not run this operator, and draws nothing for it. Then every
-later mask would differ. `cuda` lets a CPU run these two CUDA operators, with their own backward.
+reuses the result of attention does not run attention's operator, so this operator draws no random
+number. Then every later mask of the replay would differ from forward's mask. `cuda` lets a CPU run
+these two CUDA operators, with their own backward.
 
 On MPS the operators are the same as on a CPU. But the random numbers come from another generator,
 whose state torch's checkpoint does not save. `mps` makes the CPU use such a generator.

@@ -1,8 +1,9 @@
 """Compute the expected results of a training step, slowly and independently of the project's code.
 
-This file has a GPT-2 with plain autograd, AdamW, and a sampler of batches with Python lists. It
-imports nothing of the project and nothing of torch.nn. An embedding is written as tensor indexing.
-LayerNorm, GELU and cross-entropy are the formulas of the papers.
+This file has three parts: a GPT-2 that uses plain autograd, the optimizer AdamW, and a sampler of
+batches that uses Python lists. It imports nothing of the project and nothing of torch.nn. An
+embedding is written as tensor indexing. LayerNorm, GELU and cross-entropy are the formulas of the
+papers.
 """
 
 import math
@@ -33,8 +34,8 @@ def gpt_logits(
     drop_scores: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:
     """Return the logits (B, T, V) of ids (B, T). `w`: weights, with their names in a snapshot.
-    `drop`: dropout of the embeddings and of both halves of a block. `drop_scores`: dropout of the
-    attention weights (B, T, T) of a head."""
+    `drop`: dropout of the embeddings, and of a block's attention result and MLP result.
+    `drop_scores`: dropout of the attention weights (B, T, T) of a head."""
     T = ids.size(1)
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
     x = drop(w["token_embedding.weight"][ids] + w["position_embedding.weight"][:T])

@@ -20,7 +20,7 @@ from trainer.process import OneProcess
 CARD = Card("small", 2**40, (1e12,) * 3, 1e11, launch_s=0)
 MAKE_PLANNER = plan.make_planner
 MADE: dict[tuple, Planner] = {}
-MOST = 50  # number of planners in MADE, each with its simulated steps
+MOST = 50  # largest number of planners in MADE, each with its simulated steps
 
 
 def shared(key: tuple, make: Any) -> Planner:
@@ -89,8 +89,9 @@ def measured_peak(
 ) -> int:
     """Run real steps, and return the peak memory of a step in bytes.
 
-    torch's MemTracker measures the peak or, with `by_ours`, our LiveStorages. LiveStorages also
-    counts the CPU memory of offload, whose sizes are rounded up, and the buckets of DDP.
+    torch's MemTracker measures the peak. With `by_ours`, our LiveStorages measures it instead.
+    LiveStorages also counts the buckets of DDP, and the CPU buffers of offload, whose sizes are
+    rounded up.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 

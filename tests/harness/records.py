@@ -39,5 +39,5 @@ def record(way: str = "none", setting: str = "cuda", **more) -> StepRecord:
 @cache
 def record_once(way: str, setting: str, small: int, **more) -> StepRecord:
     """Return the record of a step. `small`: the present value of MIN_OFFLOAD_BYTES, which the
-    fixture `everything_travels` changes. It is only a part of the cache's key."""
+    fixture `everything_travels` changes. `small` is only a part of the cache's key."""
     return plan(setting, **more).record(B, **WAYS[way])

@@ -3,11 +3,11 @@ test_shards.py and test_changed_model.py.
 
 steps            train_fsdp.py trains the same weights as train_ddp.py, to the bit
 together         train_sp.py trains the same weights as one process, up to rounding in float64; with
-                 all policies it trains the same weights to the bit
+                 every policy it trains the same weights, to the bit
 changed          with a changed model.py, all trainers for several processes train the same weights
                  as one process
 memory           train_fsdp.py: process 0 writes the measured peaks of CASES to a file
-memory_together  train_sp.py: the same for LONG_CASES
+memory_together  train_sp.py: process 0 writes the measured peaks of LONG_CASES to a file
 buckets          train_ddp.py stores its gradients in DDP's buckets, and nowhere else
 """
 
@@ -68,7 +68,7 @@ to_empty = MiniGPT.to_empty
 
 def no_whole_model(model: MiniGPT, *, device: torch.device) -> None:
     """Allocate the model's memory as MiniGPT.to_empty does. Check that all weights are sharded
-    before, and that the memory is only for the rows of this process."""
+    before this call, and that the memory holds only the rows of this process."""
     assert all(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
     to_empty(model, device=device)
     for p in model.parameters():
@@ -108,8 +108,9 @@ def train_step(
 
 # ---- steps: three steps of each variant, with dropout and accumulation, by two trainers
 
-# Of 61 rows process 0 gets 31, and process 1 gets 30. But each shard has a multiple of 16 elements.
-# With other numbers, torch's AdamW on a CPU would round the last elements of a shard differently.
+# The token embedding has 61 rows: process 0 gets 31, and process 1 gets 30. The number of elements
+# in each shard is a multiple of 16. Otherwise torch's AdamW on a CPU would round the last elements
+# of a shard differently.
 SHAPE = MiniGPTConfig(
     vocab_size=61, max_position_embeddings=16, n_layers=3, n_heads=2, d_model=32, d_ff=64,
     dropout=0.1, loss_chunks=4,
@@ -124,8 +125,8 @@ VARIANTS += [
     {"loss_chunks": 1},
     {"recompute": "full:2,sdpa", "mlp_chunks": 2},
     {"recompute": "full/2+nested", "mlp_chunks": 2},
-    # Sizes that do not divide evenly: rows by the number of processes, and the elements of a shard
-    # by the length of a CPU's vectors.
+    # Uneven sizes: the number of rows is no multiple of the number of processes, and the number of
+    # elements in a shard is no multiple of the length of a CPU's vectors.
     {"d_model": 36, "d_ff": 100, "optimizer": "muon", "moments_dtype": "bfloat16"},
     {"d_model": 36, "d_ff": 100, "optimizer": "adamw", "moments_dtype": "bfloat16"},
     {"d_model": 36, "d_ff": 100, "optimizer": "muon", "moments_dtype": "float32"},
@@ -139,8 +140,8 @@ def learn(process: OneProcess, variant: dict, dtype: torch.dtype, in_all: int = 
     Return a dict. "model", "optimizer": the whole weights and moments, complete only in process 0.
     "said": the losses and norms of this process. "logits": logits of the trained model.
 
-    Labels that do not count are spread unevenly. If two processes share a sequence, then in every
-    second micro-batch the second process has only labels that do not count.
+    Labels that do not count (-100) are spread unevenly. If two processes share a sequence, then in
+    every second micro-batch the second process has only labels that do not count.
     """
 
     def draw() -> Iterator[tuple[Tensor, Tensor]]:
@@ -192,7 +193,7 @@ def steps(fsdp: FSDPProcess, which: str) -> str:
 
 # ---- together: every process has some tokens of each sequence
 
-UNEVEN = {"n_heads": 5, "d_model": 80}  # 2 or 4 processes get unequal numbers of 5 heads
+UNEVEN = {"n_heads": 5, "d_model": 80}  # 2 or 4 processes get unequal numbers of the 5 heads
 POLICIES_TOGETHER = [*RECOMPUTE_POLICIES, "mlp:1,full", "full/3+nested", "full/2+nested"]
 POLICIES_TOGETHER += ["full+offload", "cheap+offload", "full/2+nested+offload", "full", "none"]
 
@@ -401,7 +402,7 @@ def main() -> int:
     if what == "buckets":
         return buckets(words)
     offload.MIN_OFFLOAD_BYTES = 1  # offload moves every tensor
-    policies.CHUNK_MULTIPLE = 8  # so a sequence of 16 tokens has two chunks
+    policies.CHUNK_MULTIPLE = 8  # tokens; small, because the sequences here are short
     torch.set_num_threads(1)
     act, kind = {
         "steps": (steps, FSDPProcess),

@@ -17,8 +17,8 @@ from trainer.flags import model_config
 from trainer.run import Run
 
 ERROR = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"
-# (number of an operator, True: memory runs out after the operator, False: before it). The number
-# None: memory does not run out.
+# A place is a pair. Memory runs out at operator number place[0]: after this operator if place[1] is
+# True, else before it. If place[0] is None, memory does not run out.
 Place = tuple[int | None, bool]
 
 
