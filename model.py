@@ -3,9 +3,9 @@
 The architecture is GPT-2's (Radford et al., 2019): learned position embeddings, pre-LayerNorm
 blocks, tanh GELU, biases, and a head that shares its weight with the token embedding.
 
-Start at `MiniGPT.forward`, which runs the whole model. This project is about one line of it: the
-call of `checkpoint`. This file needs only torch, so you can copy it alone. The folder memory/ adds
-techniques that save more memory. Its recompute policies call the methods of `Block`.
+Start at `MiniGPT.forward`, which runs the whole model. This project is about one line of that
+method: the call of `checkpoint`. This file needs only torch, so you can copy it alone. The folder
+memory/ adds techniques that save more memory. Recompute policies in memory/ call `Block`'s methods.
 
 Shapes: B batch size, T tokens per sequence, C channels (d_model), H heads, D = C / H, V vocabulary.
 """
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 # KV cache: Attention module -> (keys, values), each (B, H, tokens so far, D). None: no cache.
 KVCache = dict[nn.Module, tuple[Tensor, Tensor]] | None
-# The package memory/, or None. (`hasattr` below excludes an unrelated package named memory.)
+# The package memory/, or None if missing. (`hasattr` below excludes other packages named memory.)
 MEMORY_PACKAGE: Any = importlib.util.find_spec("memory") and importlib.import_module("memory")
 
 
@@ -33,7 +33,7 @@ class MiniGPTConfig:
     """Shape of a MiniGPT (by default GPT-2 small, 124M parameters) and its memory settings.
 
     Raises ValueError with the field's name if a value is impossible, and ImportError if a setting
-    needs the folder memory/ and it is missing."""
+    needs the folder memory/ and this folder is missing."""
 
     vocab_size: int = 50257
     max_position_embeddings: int = 1024
@@ -46,7 +46,7 @@ class MiniGPTConfig:
     recompute: str = "none"  # "full": checkpoint each block. Other policies: memory/policies.py
     # Number of chunks into which the tokens are split. 0: memory/ chooses the number.
     loss_chunks: int = 0  # for the head and the loss. Without memory/, 0 means one chunk
-    mlp_chunks: int = 1  # for the MLP half of a block, if backward recomputes that half
+    mlp_chunks: int = 1  # for a block's LayerNorm ln_2 and MLP, if backward recomputes them
 
     def __post_init__(self) -> None:
         shape = "vocab_size max_position_embeddings n_layers n_heads d_model d_ff".split()
@@ -79,8 +79,8 @@ class Attention(nn.Module):
         """Run attention on q, k and v, side by side in `qkv` (B, T, 3C); return (B, T, C).
 
         With `kv_cache`, append the new keys and values to it, and attend to all keys in it.
-        In train_sp.py `qkv` has only this rank's heads, so H and C count only these heads.
-        """
+        In train_sp.py `qkv` has only this rank's heads, so H and C count only the heads and the
+        channels of this rank."""
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         q, k, v = (x.view(B, T, -1, self.head_size).transpose(1, 2) for x in qkv.split(C, dim=2))
         if kv_cache is not None:
@@ -107,9 +107,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One transformer block: x (B, T, C) -> (B, T, C).
 
-    A *policy* (memory/policies.py) calls a block's methods, some in an activation checkpoint.
-    Each half (attention, MLP) is split after its largest tensor, made by `qkv` or `up_project`.
-    """
+    It has two halves, attention and MLP, each with its LayerNorm. A *policy* (memory/policies.py)
+    calls a block's methods, some in an activation checkpoint. `qkv` and `up_project` are separate
+    methods, because the result of each is the largest tensor of its half."""
 
     def __init__(self, config: MiniGPTConfig):
         super().__init__()
@@ -147,7 +147,7 @@ class Block(nn.Module):
 
 
 def blocks_with_recompute(model: Any) -> Iterable[tuple[Callable[..., Tensor], bool]]:
-    """Return a pair (block, recompute) for each block. `recompute`: checkpoint the block."""
+    """Return a pair (block, recompute) for each block. Checkpoint the block if `recompute`."""
     recompute = model.training and model.config.recompute == "full"
     return [(block, recompute) for block in model.blocks]
 
@@ -158,8 +158,8 @@ def embed(embedding: nn.Embedding, input_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def head_loss(x: Tensor, weight: Tensor, labels: Tensor, loss_chunks: int) -> Tensor:
-    """Return the mean cross-entropy, in nats, of logits x (B, T, C) @ weight.T (C, V) and labels
-    (B, T). Labels of -100 are ignored. Only memory/head.py uses `loss_chunks`."""
+    """Return the mean cross-entropy, in nats, of the logits x @ weight.T and the labels (B, T).
+    x (B, T, C), weight (V, C). Labels of -100 are ignored. `loss_chunks`: for memory/head.py."""
     exact = torch.promote_types(x.dtype, torch.float32)
     return F.cross_entropy(F.linear(x, weight).flatten(0, 1).to(exact), labels.flatten())
 
@@ -211,9 +211,9 @@ class MiniGPT(nn.Module):
         has_dropout = self.config.dropout > 0
         for block, recompute in self.blocks_with_recompute(self):
             if recompute:
-                # The activation checkpoint keeps only x and, with dropout, the RNG's state (so both
-                # runs draw the same masks). Backward runs the block again, up to the last tensor
-                # that backward needs: mlp.c_proj's input or, with dropout, the last mask.
+                # The activation checkpoint keeps only x and, with dropout, the RNG's state.
+                # Backward runs the block again, with the same dropout masks, and stops at the last
+                # tensor that backward needs: mlp.c_proj's input or, with dropout, the last mask.
                 x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=has_dropout)
             else:
                 x = block(x, kv_cache)  # autograd keeps every intermediate that backward needs
@@ -241,7 +241,7 @@ class MiniGPT(nn.Module):
 
     @torch.no_grad()
     def stream_tokens(self, input_ids: Tensor, max_new: int, **sampling: Any) -> Iterator[Tensor]:
-        """Yield `max_new` tokens (B, 1) after `input_ids` (B, T >= 1). `sampling`: see below."""
+        """Yield `max_new` tokens (B, 1) after `input_ids` (B, T >= 1), from `sample_next_ids`."""
         limit, was_training = self.config.max_position_embeddings, self.training
         self.eval()
         ids, next_ids, kv_cache = input_ids, input_ids, dict[nn.Module, Any]()

@@ -3,9 +3,9 @@
 Train on two GPUs or, on a machine without GPUs, with two CPU processes:
     torchrun --nproc-per-node=2 train_ddp.py --use-activation-checkpoint
 
-Train on two machines with eight GPUs each. Run this command on both: with --node-rank=0 on the
-machine HOST, with --node-rank=1 on the other machine. Both machines need the same data. For
---resume they also need a shared disk (see docs/reliability.md):
+Train on two machines with eight GPUs each. Both machines need the same data. For --resume they also
+need a shared disk (see docs/reliability.md). Run this command on both machines, with --node-rank=0
+on the machine HOST and with --node-rank=1 on the other machine:
     torchrun --nnodes=2 --node-rank=0 --nproc-per-node=8 --master-addr=HOST --master-port=29500 \
         train_ddp.py --use-activation-checkpoint
 
@@ -61,8 +61,8 @@ class DDPProcess(Torchrun):
     will_average = sends_gradients = False
 
     def wrap(self, model: MiniGPT) -> nn.Module:
-        # Gradients are views of DDP's communication buckets. This saves 4 bytes per parameter. DDP
-        # replaces these zeros by views. Without them, the first backward would allocate gradients.
+        # Set zero gradients, which DDP replaces by views of its communication buckets. This saves 4
+        # bytes per parameter. Without the zeros, the first backward would allocate gradients.
         set_expanded_zero_grads(model)
         group = self.new_device_group()
         self.wrapper: Any = DDP(model, process_group=group, gradient_as_bucket_view=True)
@@ -81,8 +81,8 @@ class DDPProcess(Torchrun):
         return nullcontext() if enabled else self.wrapper.no_sync()
 
     def can_retry_alone(self) -> bool:
-        # While the other processes wait for this process's gradients, it can retry with any policy.
-        # Once DDP is armed, it sends gradients during backward, and gradients cannot be sent twice.
+        # This process can retry, with any policy, while the others wait for its gradients. But if
+        # `sends_gradients`, DDP sends gradients in backward, and no gradient can be sent twice.
         # A retry is also impossible if memory ran out while DDP made its buckets. Then some
         # gradients are in no bucket: they are still expanded zeros, which are not contiguous.
         gradients = (p.grad for p in self.wrapper.parameters() if p.grad is not None)
@@ -93,7 +93,7 @@ class DDPProcess(Torchrun):
         # forward makes new buckets in that order. So drop the gradients here, which are views of
         # the old buckets and would keep them in memory. Later steps keep their buckets, and set the
         # gradients in them to zero.
-        self.will_average = self.sends_gradients = False  # (evaluation calls the forward hook, too)
+        self.will_average = self.sends_gradients = False  # so the hook sets False in evaluation
         if self.buckets_are_final:
             self.discard_gradients(optimizer)
         else:
@@ -129,7 +129,7 @@ class DDPProcess(Torchrun):
 
 
 def set_expanded_zero_grads(model: nn.Module) -> None:
-    """Set each `.grad` to zeros of the parameter's shape. They take the memory of one element.
+    """Set each `.grad` to zeros of the parameter's shape that use the memory of one element.
 
     DDP copies these zeros into its buckets, and replaces each `.grad` by a view of a bucket.
     """

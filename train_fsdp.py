@@ -72,13 +72,13 @@ class FSDPProcess(DDPProcess):
         """Shard a model on device "meta", and allocate the memory of this rank's shards."""
         # FSDP gathers the weights in these groups:
         # - each block: when the block runs
-        # - each table of positions, which grows with T: only for its lookup (backward of a lookup
-        #   does not need the table)
+        # - each table of position embeddings (its size grows with T): only for the lookup. Backward
+        #   of a lookup does not need the table.
         # - the rest (token embedding, ln_f): once, when forward begins. They stay whole until
         #   backward ends, because the lookup and the head both use the token embedding.
         # With --gather-dtype bfloat16, the weights of a block's linear layers are rounded before
         # they are sent. (Autocast would round them anyway.) LayerNorms compute in float32, so with
-        # this flag the weights of a block's LayerNorms are gathered with the rest.
+        # this flag the LayerNorms of all blocks are in the last group.
         self.group = cast(dist.ProcessGroup, self.new_device_group() or dist.group.WORLD)
         mesh = DeviceMesh.from_group(self.group, self.device.type)
         in_bfloat16 = self.args.gather_dtype == "bfloat16"
@@ -98,7 +98,7 @@ class FSDPProcess(DDPProcess):
                 mp_policy=policy,
                 ignored_params={*block.parameters()} - gathered_apart,
             )
-        # gloo returned the sum for AVG (pytorch#162338). So FSDP asks for SUM, and divides it by N.
+        # gloo computed SUM instead of AVG (pytorch#162338). So FSDP asks for SUM and divides by N.
         for module in (model, *position_embeddings(model), *model.blocks):
             cast(FSDPModule, module).set_force_sum_reduction_for_comms(True)
         # Allocate memory only now, when the model is sharded: no process ever has the whole model.
@@ -126,7 +126,7 @@ class FSDPProcess(DDPProcess):
     clear_gradients = OneProcess.clear_gradients  # (only DDP has buckets)
 
     def can_retry_alone(self) -> bool:
-        return False  # forward gathers weights from the other processes, and these have gone on
+        return False  # forward gathers weights, which the other processes would not send again
 
     def full_state_dicts(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         # Gather one tensor at a time: all whole tensors together might not fit on the device.

@@ -11,10 +11,10 @@ Train GPT-2 small on your own text, on one GPU:
 Start from the weights of GPT-2, or of an earlier run (docs/weights.md):
     python train_minimal.py --init-from gpt2 --train-data data/train.txt --seq-len 256
 
-Continue a run where it stopped, with the flags that it was started with:
+Continue a run where it stopped. Its snapshot has the flags that the run was started with:
     python train_minimal.py --resume
 
-train_ddp.py trains on several devices. That file has only the differences from this one.
+train_ddp.py trains on several devices. That file has only the differences from this file.
 
 The functions below are, from top to bottom: the learning rate, one training step, the evaluation,
 the training loop. Three objects appear in most of them:
@@ -58,7 +58,7 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     The rate rises linearly from 0 to `--lr` during the warm-up. Then it stays constant, or it falls
     to `--min-lr` at the last step: linearly or as half a cosine (Loshchilov and Hutter, 2017).
 
-    The rate is a function of the step. A scheduler object would have state to save and restore.
+    The rate depends only on step and flags. A scheduler would have state to save and restore.
     """
     if step <= args.warmup_steps:
         return args.lr * step / args.warmup_steps
@@ -90,8 +90,8 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     grad_norm = process.clip_gradients(run.model.parameters(), args.grad_clip_norm or math.inf)
     # One NaN among the gradients makes their norm NaN. Clipping divides all gradients by the norm,
     # so an update would make all weights NaN. Skip the update if the norm is NaN or infinite. All
-    # processes have the same norm, so all of them skip the update, or none. (The device decides
-    # this, and Python does not wait for the device.)
+    # processes have the same norm, so all of them skip the update, or none of them does. (The
+    # device decides whether to skip, so Python does not wait for the device.)
     grad_norm = update_if_finite(run.optimizer, grad_norm)
     run.scaler.update()  # with float16 only: halve the loss scale after an overflow
     process.clear_gradients(run.optimizer)
@@ -154,7 +154,7 @@ def evaluate(run: Run) -> dict[str, float | None]:
     gradients, so it needs less memory than a training step.
     """
     run.model.eval()
-    batches = []  # (loss, tokens, bytes) of each; read after the loop, as a read waits for the GPU
+    batches = []  # (loss, tokens, bytes) per batch; read after the loop: a read waits for the GPU
     for first in range(0, len(run.val_batches), run.process.replicas):
         # In the last round there may be no batch left for this process. Then the process evaluates
         # an earlier batch again and ignores the result, because the forward of a sharded model
@@ -211,9 +211,9 @@ def train(run: Run) -> dict[str, Any]:
             skipped.add_grad_norm(
                 grad_norm
             )  # raises NotFinite after several skipped updates in a row
-            # All processes must do the same after the same step. They all stop if one received a
-            # signal to stop. They all save if one was asked to, by a signal or by --save-minutes.
-            # They all log if rank 0 has printed nothing for a long time.
+            # All processes must do the same after the same step. They all stop if one of them
+            # received a signal to stop. They all save if a signal or --save-minutes asked one of
+            # them to save. They all log if rank 0 has printed nothing for a long time.
             run.stop_signal, save_requested, silent = process.all_reduce_max(
                 [signals.received, is_save_requested(run), is_log_overdue(run)]
             )
@@ -223,7 +223,7 @@ def train(run: Run) -> dict[str, Any]:
             if log_now or evaluate_now or save_now:
                 skipped.read_last_norm()  # if it raises NotFinite, nothing is logged or saved
                 record = make_step_record(run, losses, grad_norm)
-                if save_now:  # before the evaluation, because that may take long or fail
+                if save_now:  # before the evaluation, which may take long or fail
                     with clock.paused("save"):
                         save(run, args.checkpoint_path, record)
                 log_and_maybe_evaluate(run, record, evaluate_now)
@@ -231,7 +231,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def is_due(step: int, interval: int, num_steps: int) -> bool:
-    """Return True at every `interval`-th step (0: at none), and always at the last step."""
+    """Return True at the last step and at every `interval`-th step (0: only at the last)."""
     return step >= num_steps or (interval > 0 and step % interval == 0)
 
 

@@ -54,7 +54,7 @@ class SPProcess(FSDPProcess):
         self.sp_degree = self.world_size
 
     def init_process_group(self) -> None:
-        check_sequence_parallel(self.args, self.world_size)  # at least a token and a head for each
+        check_sequence_parallel(self.args, self.world_size)  # each rank needs a token and a head
         # Each GPU has two NCCL communicators: one gathers weights, the other exchanges tokens for
         # attention. If two processes ran these operations in different orders, they could wait for
         # each other forever. With this variable, NCCL (2.26 and later) runs the operations in the
@@ -68,7 +68,7 @@ class SPProcess(FSDPProcess):
         if self.world_size == 1:
             return
         # Use a second process group for attention. FSDP's group gathers the weights of the next
-        # block ahead of time. In that group, attention's exchange would have to wait for them.
+        # block ahead of time. In that group, attention's exchange would wait for those weights.
         group = self.new_device_group() or dist.new_group(timeout=self.timeout)
         self.sp_group, n_heads = group, model.config.n_heads
         self.sequence = SequenceShard(self.rank, self.world_size, n_heads, self.all_to_all)
@@ -76,7 +76,7 @@ class SPProcess(FSDPProcess):
         model.forward = partial(self.forward_shard, model.forward)  # type: ignore[method-assign]
 
     def all_to_all(self, x: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
-        """Send `send_sizes[i]` elements of x to each rank i; return those that all ranks send here.
+        """Send `send_sizes[i]` elements of x to each rank i; return the elements sent to this rank.
 
         x (sum(send_sizes),) and the result (sum(receive_sizes),) are in the order of the ranks.
         """

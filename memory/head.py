@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Maximal bytes of a chunk of logits: few compared with a step, but enough for fast matmuls.
+# Maximal bytes of a chunk of logits: far fewer than a step needs, but enough for fast matmuls.
 LOGITS_CHUNK_BYTES = 5 * 2**24
 # Number of float32 elements in a slice of logits. They take 16 MiB, so a slice fits in the cache of
 # an A100, an H100 or an RTX 4090 (40 to 72 MB).
@@ -56,12 +56,12 @@ def embed_tied(
     """Look up ids (B, T) int64: return their vectors (B, T, C), and the weight (V, C) for the head.
 
     `plain`: `embed` of model.py, for evaluation and for other kinds of embeddings. `row_by_row`:
-    make the gradient as on a CPU; None: if the weight is on a CPU. (The planner simulates GPUs on
-    a CPU, so it passes a value.)
+    True adds the gradient's rows one by one; False calls torch's operator; None means True if the
+    weight is on a CPU. (The planner simulates GPUs on a CPU, so it passes a value.)
 
-    A CPU adds the gradient's rows one by one, always in the same order. A GPU would add the rows in
-    a random order, and each run would round differently. So on a GPU, torch's operator first sorts
-    the ids, and then makes the whole gradient.
+    A CPU adds the rows in the same order in every run. A GPU would add the rows in a random order,
+    and each run would round differently. So on a GPU, call torch's operator. It first sorts the
+    ids, and then makes the gradient of all V rows.
     """
     special = embedding.padding_idx is not None or embedding.max_norm is not None
     if not torch.is_grad_enabled() or special or type(embedding) is not nn.Embedding:
@@ -74,9 +74,9 @@ def embed_tied(
 class TiedEmbeddingFunction(torch.autograd.Function):
     """Return F.embedding(ids, weight) (B, T, C), and the weight (V, C) again for the head.
 
-    So autograd sees one use of the weight, and `backward` gets two gradients: the head's gradient
-    of the weight (V, C), made when backward began, and the gradient of the vectors (B, T, C). It
-    adds the second to the first in place. Autograd alone would make another (V, C) tensor. With
+    So autograd sees one use of the weight. `backward` gets the head's gradient (V, C), which
+    exists during all of backward, and the gradient of the vectors (B, T, C). It adds the vectors'
+    gradient to the head's gradient in place. Autograd alone would make another (V, C) tensor. With
     GPT-2's vocabulary and `full` recompute, a step computes no other tensor as large as (V, C).
 
     `row_by_row`: add the rows of the vectors' gradient one by one, as on a CPU.
@@ -115,7 +115,7 @@ def target_log_prob_(logits: Tensor, target: Tensor, write_softmax: bool) -> Ten
     exact = torch.log_softmax(exact, 1, out=None if logits.is_mps else exact)
     found = exact.gather(1, target)
     if write_softmax:
-        # torch.compile fuses these two operators. It does not support an `out` with other strides.
+        # torch.compile fuses exp and copy_. There, `out` must not have other strides than `exact`.
         if torch.compiler.is_compiling() or logits.is_mps:
             logits.copy_(exact.exp())
         elif logits.is_cuda:
@@ -161,9 +161,9 @@ def head_loss(
 
 
 def count_chunks(n_tokens: int, vocab_size: int, n_chunks: int, itemsize: int) -> int:
-    """Return the number of chunks of the head, at most one for each token.
+    """Return the number of chunks into which the head splits the tokens: at most `n_tokens`.
 
-    `n_chunks`: this number; 0: as few chunks as possible, each of at most LOGITS_CHUNK_BYTES.
+    `n_chunks`: the wanted number; 0: as few chunks as possible, each of at most LOGITS_CHUNK_BYTES.
     `itemsize`: bytes of a logit.
     """
     return max(
@@ -176,7 +176,7 @@ def softmax_slice_rows(n_tokens: int, vocab_size: int) -> int:
     """Return the number of tokens of a slice, in a chunk of `n_tokens`.
 
     Softmax runs slice by slice. A slice has about `SOFTMAX_SLICE_ELEMENTS` logits. A very large
-    chunk has larger slices, only about 32 of them, because each kernel launch costs time, too.
+    chunk is split into about 32 larger slices instead, because each slice costs kernel launches.
     """
     rows = max(SOFTMAX_SLICE_ELEMENTS // vocab_size, n_tokens // 32)
     return min(
@@ -187,7 +187,7 @@ def softmax_slice_rows(n_tokens: int, vocab_size: int) -> int:
 def chunk_starts(n_tokens: int, n: int) -> Iterable[int]:
     """Return the first token of each chunk. A chunk has `n` tokens; the last may have fewer.
 
-    (Chunks are alike, so planner/step.py replaces this function by one that returns only a few.)
+    (Chunks are alike, so planner/step.py replaces this function and runs at most three chunks.)
     """
     return range(0, n_tokens, n)
 
@@ -200,8 +200,8 @@ class ChunkedHeadLoss(torch.autograd.Function):
     backward only multiplies the loss's gradients by one number. So forward already computes the
     gradients of a chunk, while the chunk's logits exist.
 
-    Until backward they are gradients of the sum of all losses. Gradients of the mean would be too
-    small for float16, because the factor of GradScaler is applied only in backward.
+    Until backward, these gradients are those of the sum of all losses. Gradients of the mean would
+    be too small for float16, because GradScaler's factor is applied only in backward.
     """
 
     @staticmethod
@@ -229,10 +229,10 @@ def loss_sum_and_count(
     softmax: SoftmaxFn,
     gradients: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses in nats, and the number of labels but -100, both scalars.
+    """Return the sum of the losses in nats, and the number of labels that are not -100, as scalars.
 
-    x (N, C), weight (V, C), labels (N,) int64. `gradients`: tensors for the gradients of that sum.
-    The first, (N, C), is overwritten. The second, (V, C), is added to, so it must begin as zeros.
+    x (N, C), weight (V, C), labels (N,) int64. `gradients`: (grad_x, grad_weight) to fill with the
+    sum's gradients. grad_x (N, C) is overwritten. grad_weight (V, C) sums all chunks: pass zeros.
 
     Matmuls run on one chunk at a time, in autocast's precision. Softmax runs on one slice of the
     chunk at a time, in float32, so the slice stays in a GPU's cache. The gradient of the logits
@@ -261,7 +261,7 @@ def loss_sum_and_count(
         total -= found.where(kept, 0).sum()
         if gradients is not None:
             # The gradient at the target is softmax - 1. Compute it in float32 from the log-softmax.
-            # If softmax is near 1 and rounded, the difference has few correct digits.
+            # If softmax is near 1 and rounded, softmax - 1 has few correct digits.
             logits.scatter_(1, target, found.expm1().to(dtype))
             gradients[0][chunk] = (padded @ cast_weight).mul_(kept)
             x_chunk = x_chunk * kept
@@ -289,7 +289,7 @@ def cast_and_pad(weight: Tensor) -> Tensor:
 def rows_per_addmm(width: int) -> int:
     """Return the number of rows that `addmm_into` adds at a time, for rows of `width` elements.
 
-    It is a multiple of `VOCAB_MULTIPLE`: a matmul is faster if its first row is such a multiple.
+    It is a multiple of `VOCAB_MULTIPLE`, so each matmul starts at such a multiple, which is faster.
     """
     return max(VOCAB_MULTIPLE, SOFTMAX_SLICE_ELEMENTS // width // VOCAB_MULTIPLE * VOCAB_MULTIPLE)
 

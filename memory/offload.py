@@ -8,13 +8,13 @@ called *streams*, and does not wait for the GPU. Each stream does its work in or
 another stream only if Python queues such a wait. Offload uses three streams: *compute* runs the
 model, *out* copies tensors to the CPU, and *home* copies tensors back to the GPU.
 
-    event                            work that Python puts into a stream
-    forward keeps a tensor           out:      wait for compute; copy the tensor to the CPU
-    forward has kept two more        compute:  wait for that copy; then the tensor's memory is free
-    backward of next block begins    home:     wait for compute; copy the tensor to new GPU memory
-    backward of its block needs it   compute:  wait for that copy; use the tensor
+    event                              work that Python puts into a stream
+    forward of block i keeps a tensor  out:      wait for compute; copy the tensor to the CPU
+    forward has kept two more tensors  compute:  wait for that copy; then free the tensor's memory
+    backward of block i + 1 begins     home:     wait for compute; copy the tensor to new GPU memory
+    backward of block i needs it       compute:  wait for that copy; use the tensor
 
-So during the backward of one block, only the tensors for the next backward are copied back.
+So while backward of block i + 1 runs, only the tensors of block i are copied back.
 
 Why does compute wait for the copy to the CPU? The allocator gives freed memory at once to the next
 request on the same stream. The order of that stream separates the old use from the new use. A copy
@@ -47,7 +47,7 @@ class PinnedPool:
     `return_buffers` returns them.
 
     The pool keeps its buffers from step to step, because pinning a buffer takes milliseconds. torch
-    pins only sizes of 2^n bytes. So a tensor is split: 532 MiB over buffers of 512, 16 and 4 MiB.
+    pins only sizes of 2^n bytes. So a tensor of 532 MiB is split over buffers of 512, 16 and 4 MiB.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class PinnedPool:
             if not pinned or "out of memory" not in str(error):
                 raise
             more = f"{like.nbytes / 2**20:,.0f} MiB more of pinned CPU memory"
-            way_out = "use smaller batches, or do without it"
+            way_out = "use smaller batches, or no offload"
             raise MemoryError(f"offload found no {more}: {way_out}") from error
         return buffers
 
@@ -172,14 +172,14 @@ class Offload:
         Weights stay on the device. Compare storages, because a linear layer saves weight.t(), which
         is no Parameter. Autocast's copies of weights do not count as weights.
         """
-        # Collect the storages while the block runs: only then are sharded weights gathered.
+        # Collect the storages while the block runs, because sharded weights are gathered only then.
         if self.weights is None:
             weights = (weight for block in self.at_work for weight in block.parameters())
             self.weights = {ref(weight.untyped_storage()) for weight in weights}
         return storage in self.weights
 
     def wait_for_copies(self, still: int = 0) -> None:
-        """Release the tensors in flight, all except the last `still`.
+        """Release the tensors that are being copied to the CPU, except the last `still` tensors.
 
         First make the compute stream wait for their copies. Python does not wait.
         """
@@ -216,9 +216,9 @@ class OffloadedStorage:
             return
         self.computing = self.streams.compute_stream()
         back = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        # The compute stream may still use this memory for an earlier tensor. This wait also covers
-        # the copy to the CPU, because the compute stream has waited for that copy (in
-        # `wait_for_copies`).
+        # The compute stream may still use the memory of `back` for an earlier tensor. So let `home`
+        # wait. Then the copy to the CPU has also ended, because the compute stream has waited for
+        # that copy (in `wait_for_copies`).
         self.streams.home.wait_stream(self.computing)
         homewards = ((block, part) for part, block in split_over_buffers(back, self.buffers))
         self.arrived = self.streams.copy(self.streams.home, homewards)
@@ -263,7 +263,7 @@ class CopyStreams:
         return self.api.current_stream(self.device)
 
     def copy(self, stream: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
-        """Queue copies (source, destination) on `stream`; return the event after the last one."""
+        """Queue copies (source, destination) on `stream`; return the event after the last copy."""
         with self.api.stream(stream):
             for source, to in pairs:
                 to.copy_(source, non_blocking=self.device.type == "cuda")

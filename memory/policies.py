@@ -12,10 +12,10 @@ parts of a block that run in activation checkpoints. Two rules determine the cos
   recomputes a GELU but no matmul.
 - Backward of dropout needs the dropout mask, which is drawn after the matmul before it. So if f
   ends in a linear layer and dropout, recomputation repeats that layer's matmul. Therefore a
-  checkpoint around one half of a block ends before the dropout of that half, and
+  checkpoint around one half of a block (attention or MLP) ends before the dropout of that half, and
   `block.add_residuals` applies the dropout outside. A checkpoint around a whole block (`full`,
-  `sdpa`), or around everything after attention (`qkv`), contains the last dropout: it repeats the
-  last c_proj if dropout is on, and stops before this layer if dropout is off.
+  `sdpa`), or around everything after attention (`qkv`), contains the last dropout. Then
+  recomputation repeats the last c_proj if dropout is on, and stops before it if dropout is off.
 
 No policy changes one bit of the loss or of a gradient.
 
@@ -110,10 +110,10 @@ def with_replayed_rng(run: Callable) -> Callable:
     return replayable
 
 
-# Default size of a chunk of the MLP half, in elements of its (tokens, d_ff) tensor: small beside a
-# long sequence, large enough for fast matmuls.
+# Default size of a chunk of the MLP half, in elements of its (tokens, d_ff) tensor: less than a
+# long sequence has, but enough for fast matmuls.
 MLP_CHUNK_ELEMENTS = 2**25
-CHUNK_MULTIPLE = 64  # tokens: the length of a chunk is a multiple of it
+CHUNK_MULTIPLE = 64  # tokens; the length of each chunk except the last is a multiple of this
 
 # A policy maps a block's input x (B, T, C) to the block's result (B, T, C). It calls the methods of
 # `block`, a model.Block, and has no arithmetic of its own. `block(x, policy=cheap)` calls `cheap`
@@ -191,7 +191,7 @@ def sizes_of_chunks(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
 
 
 def recompute_attention(block: Any, x: Tensor) -> Tensor:
-    """Recompute the attention half: Megatron-LM's --recompute-modules core_attn, and c_attn."""
+    """Recompute the attention half. (--recompute-modules core_attn of Megatron-LM omits c_attn.)"""
     has_dropout = block_has_dropout(block)
 
     def attention(before: Tensor) -> Tensor:
@@ -217,12 +217,12 @@ def keep_qkv(block: Any, x: Tensor) -> Tensor:
     return activation_checkpoint(rest, x, attended, has_dropout=block_has_dropout(block))
 
 
-# A *selective checkpoint* around a whole block keeps x and the results of these operators, and
+# A *selective checkpoint* around a whole block keeps x and the results of operators in a list, and
 # recomputation reuses the results. The lists must name overloads (.default). A linear layer with a
-# bias is addmm, not mm. Attention is another operator on each device.
+# bias is addmm, not mm. Each kind of device has its own attention operators.
 #
 # torch keeps the results in the checkpoint, not as saved tensors. So offload's hooks do not get the
-# results, and offload moves only x. (In compiled code they are saved tensors, so it moves them.)
+# results, and offload moves only x. (Compiled code saves the results as tensors, so they move.)
 ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -236,9 +236,9 @@ MATMUL_OPS = [
 ]
 
 
-# From torch 2.14 on, this argument of torch's checkpoint decides whether hooks get these results.
-# Without the argument, torch warns that hooks will get them by default one day. Offload would then
-# move more tensors than the planner predicts.
+# From torch 2.14 on, this argument of torch's checkpoint decides whether hooks get the results that
+# a selective checkpoint keeps. Without the argument, torch warns that a later torch will give them
+# to hooks by default. Offload would then move more tensors than the planner predicts.
 HAS_RESPECT_HOOKS_ARGUMENT = "respect_saved_tensors_hooks" in signature(torch_checkpoint).parameters
 HIDE_FROM_HOOKS_KWARGS = (
     {"respect_saved_tensors_hooks": False} if HAS_RESPECT_HOOKS_ARGUMENT else {}
@@ -283,7 +283,7 @@ def with_same_rng_after_replay(attention: Callable[[Tensor], Tensor]) -> Callabl
 
 
 def checkpoint_to_matmul(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Checkpoint `run`, which ends in a linear layer. The next operator may keep its result.
+    """Checkpoint `run`, which ends in a linear layer. The operator after it may keep the result.
 
     Early stop leaves the layer out of recomputation. torch.compile has no early stop: it would drop
     the layer's result and repeat the matmul. So `contexts` tells it to keep results of matmuls.
@@ -303,28 +303,28 @@ def block_has_dropout(block: Any) -> bool:
 class Policy(NamedTuple):
     """The description of a policy for formulas, tables and pages.
 
-    Tensors have the names in the docstring of this file. Three more names: `c_proj` is the
-    low-precision copy of attn.c_proj's weight, `mask` both dropouts' masks, and `results` the
-    results of both c_proj. `sizes` in planner/formulas.py has the bytes of each name.
+    Tensors have the names in the docstring of this file, and three more names. `c_proj` is the
+    low-precision copy of attn.c_proj's weight. `mask` is the masks of both dropouts. `results` is
+    the results of attn.c_proj and mlp.c_proj. `sizes` in planner/formulas.py has each name's bytes.
     """
 
     saved_tensor_names: str  # names of the tensors that a block keeps
     # Matmuls and attention that backward repeats. With dropout, backward also repeats the block's
     # last matmul if the policy repeats c_fc and keeps no mask.
     recomputed_layers: str
-    description: str  # the description for users
+    description: str  # text for users: what is kept or done again
     forward: Callable[..., Tensor] | None = None  # (block, x) -> x; None: the plain forward
-    by_operator: bool = False  # keeps attention's result only if one operator makes it
+    by_operator: bool = False  # keeps attention's result only if attention is one fused operator
     supports_mlp_chunks: bool = False  # can recompute the MLP half in chunks (`mlp_chunks`)
 
 
 ATTENTION_TENSORS, MLP_TENSORS = "x ln_1 qkv attention c_proj mask", "x2 ln_2 c_fc gelu"
-POLICIES = {  # comments: bytes that a block keeps, in units of B * T * C; names in other libraries
+POLICIES = {  # comments: kept bytes per block, in units of B * T * C; libraries with that policy
     "none": Policy(f"{ATTENTION_TENSORS} {MLP_TENSORS}", "",  # 36
         "every intermediate is kept; the head runs in chunks of tokens"),
     "cheap": Policy("x qkv attention c_proj mask x2 c_fc", "",  # 24
         "LayerNorms and GELU are done again in backward, no matrix product is", cheap),
-    "selective": Policy("x qkv attention c_fc results", "",  # 24; torchtune, JAX: dots_saveable
+    "selective": Policy("x qkv attention c_fc results", "",  # 24; torchtune; dots_saveable in JAX
         "what matrix products and attention made is kept, the rest is done again",
         keep_results_of(ATTENTION_OPS + MATMUL_OPS), by_operator=True),
     "mlp": Policy(f"{ATTENTION_TENSORS} x2", "c_fc",  # 18
@@ -335,8 +335,8 @@ POLICIES = {  # comments: bytes that a block keeps, in units of B * T * C; names
     "qkv": Policy("x qkv attention", "c_proj c_fc",  # 12
         "LayerNorms, attention's output layer and the MLP half are done again in backward",
         keep_qkv),
-    "sdpa": Policy("x attention", "c_attn c_proj c_fc",  # 6; axolotl; long T: attention costs most
-        "of each block only its input and attention's result are kept",
+    "sdpa": Policy("x attention", "c_attn c_proj c_fc",  # 6; axolotl. Attention is slow for long T,
+        "of each block only its input and attention's result are kept",  # so it is not repeated
         keep_results_of(ATTENTION_OPS), by_operator=True, supports_mlp_chunks=True),
     "full": Policy("x", "c_attn attention c_proj c_fc",  # 4; `checkpoint` in MiniGPT.forward
         "an activation checkpoint around each block: only its input is kept",
@@ -387,7 +387,7 @@ def parse_recompute_plan(text: str, n_layers: int) -> RecomputePlan:
     `full`       this policy in all blocks
     `mlp:7`      `mlp` in the first 7 blocks, `none` in the others
     `mlp:7,full` `mlp` in the first 7 blocks, `full` in the others
-    `full/2`     `full`, with one checkpoint around every 2 blocks; `full:8/2`: in the first 8
+    `full/2`     `full`, with a checkpoint around every 2 blocks; `full:8/2`: in the first 8 blocks
     `+nested`    also one checkpoint around each block inside the group: see `run_as_one_block`
     `+offload`   CPU memory holds the tensors that the policies keep
 
@@ -398,7 +398,7 @@ def parse_recompute_plan(text: str, n_layers: int) -> RecomputePlan:
     n, group, rest = n_layers if n is None else int(n or 0), int(group or 1), rest or "none"
     wrong = ""
     if match is None:
-        wrong = "N and K are whole numbers, and ,POLICY stands behind an N"
+        wrong = "N and K are whole numbers, and ,POLICY may only follow N"
     elif first not in RECOMPUTE_POLICIES or rest not in RECOMPUTE_POLICIES:
         wrong = f"a POLICY is one of {', '.join(RECOMPUTE_POLICIES)}"
     elif n > n_layers:
@@ -406,9 +406,9 @@ def parse_recompute_plan(text: str, n_layers: int) -> RecomputePlan:
     elif first == "none" and text != "none":
         wrong = "none stands alone"
     elif group < 1 or group > 1 and first != "full":
-        wrong = "only blocks that are full can share a checkpoint, one or more of them"
+        wrong = "only blocks that are full can share a checkpoint, and K is at least 1"
     elif nested and group == 1:
-        wrong = "only groups can be nested: full/2+nested, or more than 2"
+        wrong = "+nested is only for groups of 2 or more blocks: full/2+nested"
     if wrong:
         raise ValueError(f"recompute must be {POLICY_GRAMMAR}, not {text[:40]!r}: {wrong}")
     policies = (first,) * n + (rest,) * (n_layers - n)
@@ -457,7 +457,7 @@ def block_policy(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tenso
 
 
 class BlocksWithPolicies:
-    """The calls of MiniGPT.forward, in order: one per block or group, by `config.recompute`.
+    """The calls in MiniGPT.forward, in order: one per block or group, as `config.recompute` says.
 
     Evaluation recomputes nothing.
     """
@@ -507,13 +507,13 @@ def run_as_one_block(
 ) -> Tensor:
     """Run a group of K blocks, x (B, T, C) -> (B, T, C); MiniGPT.forward calls it like one block.
 
-    A checkpoint is around the group. Its recomputation keeps the tensors of all K blocks at once.
+    A checkpoint is around the group. When it recomputes, the tensors of all K blocks exist at once.
     `nested`: each block also has a checkpoint of its own. Then the group's recomputation keeps only
     the inputs of its blocks, and backward recomputes one block at a time.
 
     With L blocks, `full` keeps L inputs. Nested groups keep L / K inputs in forward and K more in
-    backward. The sum is least for K = sqrt(L) (Chen et al., 2016, arXiv 1604.06174). Compared with
-    `full`, they add (K - 1) / K of a forward: the group is recomputed up to its last block's input.
+    backward. The sum is least for K = sqrt(L) (Chen et al., 2016, arXiv 1604.06174). Nested groups
+    repeat (K - 1) / K of a forward more than `full`: a group runs again up to its last block.
     """
     for block in blocks:
         run = partial(block, policy=policy) if policy else block

@@ -39,7 +39,7 @@ class SequenceShard:
         """Set up the part of rank `rank`. `all_to_all` exchanges elements with all ranks."""
         self.rank, self.all_to_all = rank, all_to_all
         self.heads = split_evenly(n_heads, world_size)  # number of heads per rank
-        self.tokens: list[int] = []  # number of tokens per rank; empty: each has whole sequences
+        self.tokens: list[int] = []  # number of tokens per rank; empty: sequences are not shared
 
     def start_sharding(self, T: int) -> slice:
         """Share sequences of `T` tokens from now on. Return the slice of this rank's tokens."""

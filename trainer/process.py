@@ -140,7 +140,7 @@ class OneProcess:
         optimizer.zero_grad(set_to_none=not self.gradients_persist)
 
     def can_retry_alone(self) -> bool:
-        """Return True if this process can repeat forward and backward without the others."""
+        """Return True if this process can repeat forward and backward without other processes."""
         return True
 
     def remember_out_of_memory_policy(self, policy: str) -> None:
@@ -150,7 +150,7 @@ class OneProcess:
         """
 
     def last_out_of_memory_policy(self) -> str:
-        """Return the policy that `remember_out_of_memory_policy` stored; "" if it stored none."""
+        """Return the policy that `remember_out_of_memory_policy` stored; "" if none was stored."""
         return ""
 
     def sum_over_replicas(self, values: list[float]) -> list[float]:

@@ -70,16 +70,16 @@ class Torchrun(OneProcess):
 
     @cached_property
     def store(self) -> "dist.Store | None":
-        """Return a connection to torchrun's store, which outlives the processes that it starts.
+        """Return a connection to torchrun's store, which outlives restarts of the processes.
 
         Return None if the environment variables were set by a program other than torchrun.
         """
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             return None
         store = dist.TCPStore(self.address, self.port, is_master=False, timeout=self.timeout)
-        # The store could belong to a later torchrun on the same port. On the first machine this is
-        # impossible while this process's own torchrun is alive, because that torchrun still has the
-        # port. So end this process if its torchrun is dead.
+        # If the torchrun of this process is dead, the port and the store may belong to a later
+        # torchrun. So end this process if its torchrun is dead. (On the first machine, a torchrun
+        # that lives still has its port, so the store cannot belong to a later torchrun.)
         end_with_torchrun()
         return store
 
@@ -175,9 +175,9 @@ def agree_on_key(store: "dist.Store", rank: int, world_size: int, timeout: timed
 def print_error_once(message: object) -> None:
     """Print an error line once per machine, even if all its processes found the same mistake.
 
-    The process with local rank 0 prints the line at once and ends, so torchrun ends the other
-    processes. They wait 10 seconds. If they still live then, local rank 0 found no mistake, and
-    they print the line themselves.
+    The process with local rank 0 prints the line at once and ends. Then torchrun ends the other
+    processes, so they print nothing: each of them waits 10 seconds before it prints the line. If
+    a process still lives then, local rank 0 found no mistake.
     """
     if os.environ.get("LOCAL_RANK", "0") not in ("0", ""):
         time.sleep(10)
