@@ -402,7 +402,7 @@ def main() -> int:
     if what == "buckets":
         return buckets(words)
     offload.MIN_OFFLOAD_BYTES = 1  # offload moves every tensor
-    policies.CHUNK_MULTIPLE = 8  # tokens; small, because the sequences here are short
+    policies.CHUNK_MULTIPLE = 4  # tokens; small, because the sequences here are short
     torch.set_num_threads(1)
     act, kind = {
         "steps": (steps, FSDPProcess),
