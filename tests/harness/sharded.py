@@ -382,9 +382,9 @@ def buckets(words: list[str]) -> int:
         seen.append({storage.data_ptr(): storage.nbytes() for storage in storages})
 
     @contextmanager
-    def watched(process, now):
+    def watched(process, enabled):
         look(process)
-        with sync_gradients(process, now):
+        with sync_gradients(process, enabled):
             yield
         look(process)
 
