@@ -42,10 +42,10 @@ from train_minimal import train
 from trainer.flags import build_parser
 from trainer.process import T
 from trainer.shutdown import run_safely
-from trainer.torchrun import Torchrun, main_and_exit, print_error_once
+from trainer.torchrun import TorchrunProcess, main_and_exit, print_error_once
 
 
-class DDPProcess(Torchrun):
+class DDPProcess(TorchrunProcess):
     """One of the processes that torchrun started. Each has one device and the whole model.
 
     Raises UsageError if torchrun did not start this process.
@@ -64,7 +64,7 @@ class DDPProcess(Torchrun):
         # Set zero gradients, which DDP replaces by views of its communication buckets. This saves 4
         # bytes per parameter. Without the zeros, the first backward would allocate gradients.
         set_expanded_zero_grads(model)
-        group = self.new_device_group()
+        group = self.new_nccl_group()
         self.wrapper: Any = DDP(model, process_group=group, gradient_as_bucket_view=True)
         # This hook runs when the model's forward ends. Just after that, DDP's own forward prepares
         # DDP to send gradients.
@@ -82,8 +82,8 @@ class DDPProcess(Torchrun):
 
     def can_retry_alone(self) -> bool:
         # This process can retry, with any policy, while the others wait for its gradients. But if
-        # `sends_gradients`, DDP sends gradients in backward, and no gradient can be sent twice.
-        # A retry is also impossible if memory ran out while DDP made its buckets. Then some
+        # `sends_gradients`, DDP sends gradients in backward, and no gradient can be sent
+        # twice. A retry is also impossible if memory ran out while DDP made its buckets. Then some
         # gradients are in no bucket: they are still expanded zeros, which are not contiguous.
         gradients = (p.grad for p in self.wrapper.parameters() if p.grad is not None)
         return not self.sends_gradients and all(g.is_contiguous() for g in gradients)

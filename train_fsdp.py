@@ -42,9 +42,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from model import MiniGPT
-from planner.shards import block_group_params, position_embeddings
+from planner.shards import block_group_params, find_position_embeddings
 from train_ddp import DDPProcess
-from trainer.device import check_gather_dtype, choose_precision
+from trainer.device import check_gather_dtype_flag, choose_precision
 from trainer.flags import UsageError, check_sharded
 from trainer.process import OneProcess
 from trainer.torchrun import main_and_exit
@@ -64,7 +64,7 @@ class FSDPProcess(DDPProcess):
         super().__init__(args)
         self.shard_degree = self.world_size
         check_sharded(args, self.world_size, self.script)
-        check_gather_dtype(args, choose_precision(args, self.device))
+        check_gather_dtype_flag(args, choose_precision(args, self.device))
         if self.device.type == "cuda" and not dist.is_nccl_available():
             raise UsageError(f"{self.script} needs NCCL on GPUs, which Windows lacks: train_ddp.py")
 
@@ -79,17 +79,17 @@ class FSDPProcess(DDPProcess):
         # With --gather-dtype bfloat16, the weights of a block's linear layers are rounded before
         # they are sent. (Autocast would round them anyway.) LayerNorms compute in float32, so with
         # this flag the LayerNorms of all blocks are in the last group.
-        self.group = cast(dist.ProcessGroup, self.new_device_group() or dist.group.WORLD)
+        self.group = cast(dist.ProcessGroup, self.new_nccl_group() or dist.group.WORLD)
         mesh = DeviceMesh.from_group(self.group, self.device.type)
         in_bfloat16 = self.args.gather_dtype == "bfloat16"
         bfloat16_policy = MixedPrecisionPolicy(
             torch.bfloat16, torch.float32, cast_forward_inputs=False
         )
         policy = bfloat16_policy if in_bfloat16 else MixedPrecisionPolicy()
-        in_tables = nn.ModuleList(position_embeddings(model)).parameters()
+        in_tables = nn.ModuleList(find_position_embeddings(model)).parameters()
         gathered_apart = {*in_tables, *block_group_params(model.blocks, in_bfloat16)}
         fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=gathered_apart)
-        for table in position_embeddings(model):
+        for table in find_position_embeddings(model):
             fully_shard(table, mesh=mesh).set_unshard_in_backward(False)
         for block in model.blocks:
             fully_shard(
@@ -99,7 +99,7 @@ class FSDPProcess(DDPProcess):
                 ignored_params={*block.parameters()} - gathered_apart,
             )
         # gloo computed SUM instead of AVG (pytorch#162338). So FSDP asks for SUM and divides by N.
-        for module in (model, *position_embeddings(model), *model.blocks):
+        for module in (model, *find_position_embeddings(model), *model.blocks):
             cast(FSDPModule, module).set_force_sum_reduction_for_comms(True)
         # Allocate memory only now, when the model is sharded: no process ever has the whole model.
         super().allocate_parameters(model)

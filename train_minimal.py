@@ -46,9 +46,9 @@ from trainer.metrics import format_validation, perplexity
 from trainer.optimizer import update_if_finite
 from trainer.process import OneProcess
 from trainer.report import is_log_overdue, make_step_record, write_and_print_record
-from trainer.run import Run, is_save_requested, retry_on_out_of_memory, save
+from trainer.run import Run, is_save_requested_or_overdue, retry_on_out_of_memory, save
 from trainer.setup import archive_and_open_logs
-from trainer.shutdown import Signals, SkippedUpdateCounter, nan_if_infinite, run_safely
+from trainer.shutdown import Signals, SkippedUpdateCounter, nan_grads_if_infinite, run_safely
 from trainer.snapshot import sibling_path
 
 
@@ -126,7 +126,7 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
             # backward adds its gradients to those in `.grad`. Each loss is divided by the number of
             # micro-batches, so the summed gradients are those of the mean loss. (The scaler changes
             # the loss only with float16.)
-            loss = nan_if_infinite(loss) / args.grad_accum_steps
+            loss = nan_grads_if_infinite(loss) / args.grad_accum_steps
             run.scaler.scale(loss).backward()
     return losses
 
@@ -215,13 +215,13 @@ def train(run: Run) -> dict[str, Any]:
             # received a signal to stop. They all save if a signal or --save-minutes asked one of
             # them to save. They all log if rank 0 has printed nothing for a long time.
             run.stop_signal, save_requested, silent = process.all_reduce_max(
-                [signals.received, is_save_requested(run), is_log_overdue(run)]
+                [signals.received, is_save_requested_or_overdue(run), is_log_overdue(run)]
             )
             log_now = is_due(run.step, args.log_interval, args.num_steps) or silent
             evaluate_now = is_due(run.step, args.eval_interval, args.num_steps)
             save_now = save_is_due(run, skipped, save_requested > 0)
             if log_now or evaluate_now or save_now:
-                skipped.read_last_norm()  # if it raises NotFinite, nothing is logged or saved
+                skipped.count_skips_in_a_row()  # if it raises NotFinite, nothing is logged or saved
                 record = make_step_record(run, losses, grad_norm)
                 if save_now:  # before the evaluation, which may take long or fail
                     with clock.paused("save"):
@@ -252,8 +252,9 @@ def save_is_due(run: Run, skipped: SkippedUpdateCounter, asked: bool) -> bool:
         return True
     by_steps = interval > 0 and run.step // interval > run.saved_step // interval
     is_first = run.saved_step == 0 and 0 < first <= run.step
-    # (`read_last_norm` waits for the GPU. As the last condition, it runs only if a save is due.)
-    return (asked or by_steps or is_first) and skipped.read_last_norm() == 0
+    # (`count_skips_in_a_row` waits for the GPU. As the last condition, it runs only if a save is
+    # due.)
+    return (asked or by_steps or is_first) and skipped.count_skips_in_a_row() == 0
 
 
 def log_and_maybe_evaluate(run: Run, record: dict[str, Any], evaluate_now: bool) -> None:

@@ -69,7 +69,7 @@ class SPProcess(FSDPProcess):
             return
         # Use a second process group for attention. FSDP's group gathers the weights of the next
         # block ahead of time. In that group, attention's exchange would wait for those weights.
-        group = self.new_device_group() or dist.new_group(timeout=self.timeout)
+        group = self.new_nccl_group() or dist.new_group(timeout=self.timeout)
         self.sp_group, n_heads = group, model.config.n_heads
         self.sequence = SequenceShard(self.rank, self.world_size, n_heads, self.all_to_all)
         self.sequence.wrap_attention(model)

@@ -108,7 +108,7 @@ class TokenFile:
 Files = Sequence[TokenFile]
 
 
-def slice_token_range(files: Files, start: int, stop: int) -> list[TokenFile]:
+def slice_token_files(files: Files, start: int, stop: int) -> list[TokenFile]:
     """Return the parts of the files that contain tokens [start, stop). Tokens are counted through
     all files, one file after the other. Empty parts are left out."""
     firsts = accumulate((file.count for file in files), initial=0)
@@ -156,7 +156,7 @@ class Windows:
         self.first = np.cumsum([0, *counts])
         self.n_windows = int(self.first[-1])
 
-    def read(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_by_number(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs and the labels of the windows `numbers` (n,). Both are int64 (n, T) on
         `device`. Raises DataError if a file was deleted, or is shorter than before."""
         array = np.empty((len(numbers), self.seq_len + 1), dtype=np.int64)
@@ -191,7 +191,7 @@ class TrainBatches(Windows):
         super().__init__(files, batch_size, seq_len, device, "train")
         self.seed = seed
 
-    def epoch(self, index: int) -> float:
+    def epochs_before(self, index: int) -> float:
         """Return the number of epochs before micro-batch `index`; 1.5 is one and a half epochs."""
         return index * self.batch_size / self.n_windows
 
@@ -203,7 +203,7 @@ class TrainBatches(Windows):
             epoch_permutation(self.seed, sample // size, size)[sample % size]
             for sample in range(first, first + self.batch_size)
         ]
-        return self.read(np.array(numbers))
+        return self.read_by_number(np.array(numbers))
 
 
 class ValBatches(Windows):
@@ -233,4 +233,4 @@ class ValBatches(Windows):
         if not 0 <= index < len(self):
             raise IndexError(f"validation batch {index} of {len(self)}")
         start = index * self.batch_size
-        return self.read(self.numbers[start : start + self.batch_size])
+        return self.read_by_number(self.numbers[start : start + self.batch_size])

@@ -19,21 +19,21 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from .batches import TokenFile, hash_ids, slice_token_range
-from .documents import CHUNK, TOKEN_SUFFIXES, iter_documents, iter_text_chunks, suffix_of
+from .batches import TokenFile, hash_ids, slice_token_files
+from .documents import CHUNK, TOKEN_SUFFIXES, iter_chunked_documents, iter_text_chunks, suffix_of
 from .files import CACHE_DIR, describe_paths, find_files, find_stdlib
 from .store import (
     Dataset,
     Say,
     cache_key,
     hash_files,
-    limit_total,
     load_or_build_folder,
     os_errors_as_data_errors,
-    write_splits,
+    take_up_to,
+    write_split_ids,
 )
 from .tokenizer import DataError, Tokenizer, format_ranks, load_tokenizer, parse_ranks, train_bpe
-from .toy import TOY_SUCCESSORS, load_toy
+from .toy import N_TOY_SUCCESSORS, load_toy
 
 BPE_TRAINING_CHARS = 10_000_000
 RANKS = "tokenizer.tiktoken"  # name of the tokenizer's file in a cache folder
@@ -58,18 +58,20 @@ class TextCorpus:
         """Number of documents. Counting reads all text. So an error in the text is found before
         encoding begins."""
         n = 0
-        for document in _iter_documents(self.train_paths + self.val_paths):
+        for document in _iter_chunked_documents(self.train_paths + self.val_paths):
             for _ in document:
                 pass
             n += 1
         return n
 
-    def iter_split_documents(self, split: str) -> Iterator[Iterator[str]]:
+    def iter_chunked_documents_of_split(self, split: str) -> Iterator[Iterator[str]]:
         """Yield the documents of a split, "train" or "val". Each document is an iterator over
         chunks of text. See "Which part is for validation" in data/README.md for the rule of the
         split."""
         if self.val_paths:
-            yield from _iter_documents(self.train_paths if split == "train" else self.val_paths)
+            yield from _iter_chunked_documents(
+                self.train_paths if split == "train" else self.val_paths
+            )
         elif self.n_documents * self.val_ratio < 1 and ".jsonl" not in map(
             suffix_of, self.train_paths
         ):
@@ -82,7 +84,7 @@ class TextCorpus:
                     else iter_text_chunks(path, cut, size)
                 )
         else:
-            for number, document in enumerate(_iter_documents(self.train_paths)):
+            for number, document in enumerate(_iter_chunked_documents(self.train_paths)):
                 is_val = int((number + 1) * self.val_ratio) > int(number * self.val_ratio)
                 if is_val == (split == "val"):
                     yield document
@@ -129,8 +131,8 @@ class TextCorpus:
             f"training a BPE of {self.vocab_size} ids on the training text (its first 10 MB at "
             "most)"
         )
-        text = chain.from_iterable(self.iter_split_documents("train"))
-        ranks = train_bpe(limit_total(BPE_TRAINING_CHARS, text), self.vocab_size)
+        text = chain.from_iterable(self.iter_chunked_documents_of_split("train"))
+        ranks = train_bpe(take_up_to(BPE_TRAINING_CHARS, text), self.vocab_size)
         (folder / RANKS).write_text(format_ranks(ranks))
         return {"tokenizer": "bpe", "vocab_size": len(ranks) + 1}  # + 1: <|endoftext|>
 
@@ -143,18 +145,18 @@ class TextCorpus:
         with tqdm(total=n_bytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:
 
             def encode(split: str) -> Iterator[np.ndarray]:
-                for document in self.iter_split_documents(split):
+                for document in self.iter_chunked_documents_of_split(split):
                     yield np.array([tokenizer.eot_id])
                     for chunk in document:
                         yield tokenizer.encode(chunk)
                         bar.update(len(chunk.encode("utf-8", "replace")))
 
             parts = {split: encode(split) for split in ("train", "val")}
-            return meta | write_splits(folder, tokenizer, self.seq_len, parts, self.max_tokens)
+            return meta | write_split_ids(folder, tokenizer, self.seq_len, parts, self.max_tokens)
 
 
-def _iter_documents(paths: list[Path]) -> Iterator[Iterator[str]]:
-    return chain.from_iterable(map(iter_documents, paths))
+def _iter_chunked_documents(paths: list[Path]) -> Iterator[Iterator[str]]:
+    return chain.from_iterable(map(iter_chunked_documents, paths))
 
 
 def _tail_start(path: Path, size: int, val_ratio: float) -> int:
@@ -217,7 +219,7 @@ def load_dataset(
             "--tokenizer-name"
         )
     if vocab_size is not None:
-        check_vocab_size(vocab_size, name)
+        check_vocab_size_flag(vocab_size, name)
     with os_errors_as_data_errors(cache_dir):
         if use_toy_data:
             return load_toy(vocab_size or 256, max_tokens, data_seed, seq_len, cache_dir, say)
@@ -231,16 +233,16 @@ def load_dataset(
         if tokenizer is None or tokenizer.name != name:
             tokenizer = None if name == "bpe" else load_tokenizer(name)
         if is_tokens and tokenizer:
-            return _open_token_files(train, val, val_ratio, max_tokens, tokenizer)
+            return _dataset_of_token_files(train, val, val_ratio, max_tokens, tokenizer)
         built_in = f"Python {platform.python_version()} standard library"
         name = describe_paths(train_data) if train_data else built_in
         sizes = max_tokens, vocab_size or 1024, seq_len
         return TextCorpus(name, train, val, val_ratio, *sizes, cache_dir, say).load(tokenizer)
 
 
-def check_vocab_size(vocab_size: int, tokenizer_name: str) -> None:
+def check_vocab_size_flag(vocab_size: int, tokenizer_name: str) -> None:
     """Raise DataError if the tokenizer `tokenizer_name` cannot have `vocab_size` ids."""
-    smallest = {"bpe": 257, "toy": 2 * TOY_SUCCESSORS}.get(tokenizer_name)
+    smallest = {"bpe": 257, "toy": 2 * N_TOY_SUCCESSORS}.get(tokenizer_name)
     if smallest is None:
         raise DataError(
             f"--vocab-size {vocab_size}: the vocabulary of {tokenizer_name} is fixed; drop the "
@@ -274,7 +276,7 @@ def _find_train_and_val_files(
     return train, val
 
 
-def _open_token_files(
+def _dataset_of_token_files(
     train: list[Path],
     val: list[Path],
     val_ratio: float,
@@ -292,16 +294,17 @@ def _open_token_files(
     named_val = [path for path in train if re.search("(?<![a-z])val", path.name.lower())]
     if not val and 0 < len(named_val) < len(train):
         train, val = [path for path in train if path not in named_val], named_val
-    train_files, val_files = (
+    train_token_files, val_files = (
         [TokenFile.from_path(path) for path in paths] for paths in (train, val)
     )
     if not val_files:
-        total = sum(file.count for file in train_files)
+        total = sum(file.count for file in train_token_files)
         n_train = total - max(1, int(total * val_ratio))
-        val_files = slice_token_range(train_files, n_train, total)
-        train_files = slice_token_range(train_files, 0, n_train)
+        val_files = slice_token_files(train_token_files, n_train, total)
+        train_token_files = slice_token_files(train_token_files, 0, n_train)
     parts = [
-        slice_token_range(files, 0, max_tokens or sys.maxsize) for files in (train_files, val_files)
+        slice_token_files(files, 0, max_tokens or sys.maxsize)
+        for files in (train_token_files, val_files)
     ]
     fingerprint = cache_key([hash_ids(files, tokenizer) for files in parts], tokenizer.fingerprint)
     return Dataset(tuple(parts[0]), tuple(parts[1]), tokenizer, source, fingerprint)

@@ -28,7 +28,7 @@ def suffix_of(path: Path) -> str:
     return path.suffix.lower()
 
 
-def iter_documents(path: Path) -> Iterator[Iterator[str]]:
+def iter_chunked_documents(path: Path) -> Iterator[Iterator[str]]:
     """Yield the documents of a file. Each document is an iterator over chunks of text.
 
     In a .jsonl file each line is a document. Any other file is one document. Raises DataError,

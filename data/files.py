@@ -16,7 +16,7 @@ ANY_SUFFIX_HINT = "a file named by itself, or by a pattern, is read whatever its
 # Folders of the standard library that are not in the built-in corpus. Two thirds of the library are
 # tests (which Debian leaves out). encodings and pydoc_data are tables. lib2to3, idlelib and
 # turtledemo are not in every installation of Python.
-STDLIB_SKIPS = set(
+SKIPPED_STDLIB_FOLDERS = set(
     "test tests idle_test encodings pydoc_data lib2to3 idlelib turtledemo __pycache__ "
     "site-packages dist-packages".split()
 )
@@ -34,11 +34,11 @@ def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
     for name in names:
         n_before = len(files)
         for path in _expand_glob(name, flag):
-            inside, others = _walk_by_suffix(path) if path.is_dir() else ([path], [])
+            inside, others = _partition_files_by_suffix(path) if path.is_dir() else ([path], [])
             files += inside
             skipped += others
         if len(files) == n_before:
-            suffixes = describe_suffixes(skipped) or "hidden and empty ones are not counted"
+            suffixes = describe_suffix_counts(skipped) or "hidden and empty ones are not counted"
             raise DataError(
                 f"{flag} {name}: no text or token file in this folder ({suffixes}); "
                 f"{ANY_SUFFIX_HINT}"
@@ -48,7 +48,7 @@ def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
         say(
             f"note     {flag} {describe_paths(names)}: files taken: {len(files):,}, "
             f"skipped: {len(unread):,} "
-            f"({describe_suffixes(unread)}); {ANY_SUFFIX_HINT}"
+            f"({describe_suffix_counts(unread)}); {ANY_SUFFIX_HINT}"
         )
     return files
 
@@ -73,7 +73,7 @@ def describe_paths(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def describe_suffixes(paths: Iterable[Path]) -> str:
+def describe_suffix_counts(paths: Iterable[Path]) -> str:
     """Return the five most common suffixes and how many paths have each: `.pdf 12, .docx 3`."""
     kinds = Counter(suffix_of(path) or "without suffix" for path in sorted(paths))
     return ", ".join(f"{suffix} {number:,}" for suffix, number in kinds.most_common(5))
@@ -83,7 +83,7 @@ def find_stdlib() -> list[Path]:
     """Return the .py files of the running interpreter's standard library: a corpus that exists on
     every machine with Python. Raises DataError if the files are missing."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files, _ = _walk_by_suffix(root, {".py"}, STDLIB_SKIPS)
+    files, _ = _partition_files_by_suffix(root, {".py"}, SKIPPED_STDLIB_FOLDERS)
     if sum(path.stat().st_size for path in files) < 1_000_000:
         raise DataError(
             f"--train-data: the built-in corpus, Python's standard library, is not in {root}; "
@@ -92,7 +92,7 @@ def find_stdlib() -> list[Path]:
     return files
 
 
-def _walk_by_suffix(
+def _partition_files_by_suffix(
     root: Path,
     suffixes: Iterable[str] = (*TEXT_SUFFIXES, *TOKEN_SUFFIXES),
     skips: Iterable[str] = ("__pycache__",),

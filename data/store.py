@@ -39,8 +39,8 @@ class Dataset:
     same training text.
     """
 
-    train_files: tuple[TokenFile, ...]
-    val_files: tuple[TokenFile, ...]
+    train_token_files: tuple[TokenFile, ...]
+    val_token_files: tuple[TokenFile, ...]
     tokenizer: Tokenizer
     source: str  # description of the text's source, for messages
     fingerprint: str
@@ -61,7 +61,8 @@ class Dataset:
     def description(self) -> str:
         """Line of text with the source, the numbers of tokens and the tokenizer."""
         train, val = (
-            sum(file.count for file in files) for files in (self.train_files, self.val_files)
+            sum(file.count for file in files)
+            for files in (self.train_token_files, self.val_token_files)
         )
         vocabulary = f"{self.tokenizer.name}, {self.tokenizer.vocab_size:,} ids"
         return f"{self.source}; {train:,} training and {val:,} validation tokens ({vocabulary})"
@@ -84,7 +85,7 @@ def os_errors_as_data_errors(cache_dir: Path) -> Iterator[None]:
         raise DataError(reason) from error
 
 
-def limit_total(limit: int, pieces: Iterable[Any]) -> Iterator[Any]:
+def take_up_to(limit: int, pieces: Iterable[Any]) -> Iterator[Any]:
     """Yield `pieces`, which are arrays of ids or strings, up to `limit` ids or characters in total.
     The last piece is cut to fit."""
     for piece in pieces:
@@ -94,7 +95,7 @@ def limit_total(limit: int, pieces: Iterable[Any]) -> Iterator[Any]:
             return
 
 
-def write_splits(
+def write_split_ids(
     folder: Path,
     tokenizer: Tokenizer,
     seq_len: int,
@@ -112,7 +113,7 @@ def write_splits(
     for split, pieces in parts.items():
         count = 0
         with open(folder / f"{split}.bin", "wb") as file:
-            for ids in limit_total(max_tokens or sys.maxsize, pieces):
+            for ids in take_up_to(max_tokens or sys.maxsize, pieces):
                 file.write(ids.astype(dtype).tobytes())
                 count += len(ids)
         check_length(count, seq_len, split)

@@ -31,7 +31,7 @@ from .tokenizer import (
     vocab_to_ranks,
 )
 
-CHARACTERS = byte_characters()
+CHARACTER_BY_BYTE = byte_characters()
 GPT2_PATTERNS = (  # GPT-2's pattern, as different versions of tiktoken write it
     GPT2_PATTERN,
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s",
@@ -45,7 +45,7 @@ BYTE_LEVEL_CONFIG = {"type": "ByteLevel", "add_prefix_space": False, "trim_offse
 
 def spell(token: bytes) -> str:
     """Return a token as tokenizer.json writes it: b" the" -> "Ġthe"."""
-    return "".join(CHARACTERS[byte] for byte in token)
+    return "".join(CHARACTER_BY_BYTE[byte] for byte in token)
 
 
 def find_merge_pair(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:

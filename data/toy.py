@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from .store import Dataset, Say, cache_key, load_or_build_folder, write_splits
+from .store import Dataset, Say, cache_key, load_or_build_folder, write_split_ids
 from .tokenizer import NumberTokenizer
 
-TOY_SUCCESSORS = 4
+N_TOY_SUCCESSORS = 4
 TOY_TRAIN, TOY_VAL = 1_000_000, 100_000
 
 
@@ -31,13 +31,15 @@ def load_toy(
     def build(new: Path) -> dict[str, Any]:
         rng = random.Random(seed)
         order = rng.sample(range(vocab_size), vocab_size)
-        steps = rng.sample(range(vocab_size), TOY_SUCCESSORS)  # distinct, as the successors must be
+        steps = rng.sample(
+            range(vocab_size), N_TOY_SUCCESSORS
+        )  # distinct, as the successors must be
         ids = [order[0]]
         for step in rng.choices(steps, k=sum(counts) - 1):
             ids.append(order[(ids[-1] + step) % vocab_size])
         train, val = np.split(np.array(ids), counts[:1])
-        return write_splits(new, tokenizer, seq_len, {"train": [train], "val": [val]})
+        return write_split_ids(new, tokenizer, seq_len, {"train": [train], "val": [val]})
 
     meta = load_or_build_folder(folder, build, say)
-    source = f"toy data, each id has {TOY_SUCCESSORS} likely successors (best loss ln 4 = 1.386)"
+    source = f"toy data, each id has {N_TOY_SUCCESSORS} likely successors (best loss ln 4 = 1.386)"
     return Dataset.from_cache(folder, meta, tokenizer, source, fingerprint=folder.name)

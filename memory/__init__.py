@@ -13,19 +13,19 @@ from .head import embed_tied, head_loss
 from .offload import PinnedPool
 from .policies import (
     POLICIES,
-    RECOMPUTE_POLICIES,
-    BlocksWithPolicies,
+    POLICY_NAMES,
+    BlockCallsByPolicy,
     RecomputePlan,
     format_recompute_plan,
     normalized_recompute,
-    parse_config_recompute,
     parse_recompute_plan,
+    recompute_plan_of_config,
 )
 
 
 def apply_techniques(model: Any) -> None:
     """Replace `blocks_with_recompute`, `embed` and `head_loss` of a model.MiniGPT by wrappers that
     add the techniques."""
-    model.blocks_with_recompute = BlocksWithPolicies(model.blocks_with_recompute)
+    model.blocks_with_recompute = BlockCallsByPolicy(model.blocks_with_recompute)
     model.embed = partial(embed_tied, plain=model.embed)
     model.head_loss = partial(head_loss, plain=model.head_loss)

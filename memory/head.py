@@ -46,8 +46,8 @@ def parse_release(version: str) -> tuple[int, ...]:
 # torch 2.11 (pytorch#167931), and does not work on AMD's GPUs.
 HAS_ADDMM_OUT_DTYPE = parse_release(torch.__version__) >= (2, 11) and torch.version.hip is None
 EmbedFn = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
-LossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-SoftmaxFn = Callable[[Tensor, Tensor, bool], Tensor]  # `target_log_prob_`, plain or compiled
+HeadLossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+TargetLogProbFn = Callable[[Tensor, Tensor, bool], Tensor]  # `target_log_prob_`, plain or compiled
 
 
 def embed_tied(
@@ -126,7 +126,7 @@ def target_log_prob_(logits: Tensor, target: Tensor, write_softmax: bool) -> Ten
 
 
 @cache
-def compile_target_log_prob() -> SoftmaxFn:
+def compile_target_log_prob() -> TargetLogProbFn:
     """Return `target_log_prob_` as compiled code."""
     return torch.compile(target_log_prob_)
 
@@ -136,7 +136,7 @@ def head_loss(
     weight: Tensor,
     labels: Tensor,
     n_chunks: int,
-    plain: LossFn,
+    plain: HeadLossFn,
     compiled: bool = False,
 ) -> Tensor:
     """Return the mean cross-entropy of the head's logits, in nats, a scalar.
@@ -206,7 +206,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: SoftmaxFn
+        ctx, x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: TargetLogProbFn
     ) -> Tensor:
         gradients = torch.empty_like(x), torch.zeros_like(weight)
         total, count = loss_sum_and_count(x, weight, labels, n_chunks, softmax, gradients)
@@ -226,7 +226,7 @@ def loss_sum_and_count(
     weight: Tensor,
     labels: Tensor,
     n_chunks: int,
-    softmax: SoftmaxFn,
+    softmax: TargetLogProbFn,
     gradients: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of the losses in nats, and the number of labels that are not -100, as scalars.
@@ -286,7 +286,7 @@ def cast_and_pad(weight: Tensor) -> Tensor:
     return copy
 
 
-def rows_per_addmm(width: int) -> int:
+def weight_rows_per_addmm(width: int) -> int:
     """Return the number of rows that `addmm_into` adds at a time, for rows of `width` elements.
 
     It is a multiple of `VOCAB_MULTIPLE`, so each matmul starts at such a multiple, which is faster.
@@ -304,6 +304,6 @@ def addmm_into(total: Tensor, a: Tensor, b: Tensor) -> None:
     elif total.is_cuda and total.dtype == torch.float32 and HAS_ADDMM_OUT_DTYPE:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
-        rows = rows_per_addmm(total.size(1))
+        rows = weight_rows_per_addmm(total.size(1))
         for part, a_part in zip(total.split(rows), a.split(rows), strict=True):
             part += a_part @ b

@@ -96,7 +96,7 @@ def split_into_buffer_sizes(n: int) -> list[int]:
     return [unit << i for i in reversed(range(units.bit_length())) if units >> i & 1]
 
 
-def pinned_nbytes(n: int) -> int:
+def pinned_bytes_needed(n: int) -> int:
     """Return the total bytes of the host buffers for a tensor of `n` bytes."""
     return sum(split_into_buffer_sizes(n))
 
@@ -191,7 +191,7 @@ class Offload:
 
 def unpack(kept: Any) -> Tensor:
     """Return the tensor that `pack` replaced by `kept`."""
-    return kept if isinstance(kept, Tensor) else kept[0].wait_until_fetched().as_strided(*kept[1:])
+    return kept if isinstance(kept, Tensor) else kept[0].fetch_storage().as_strided(*kept[1:])
 
 
 class OffloadedStorage:
@@ -206,7 +206,7 @@ class OffloadedStorage:
         self.back: Tensor | None = None  # the copy on the device, finished or not
         self.streams = copy_streams(self.device)
         # Let `out` wait for the compute stream. That stream computes the tensor. It has also waited
-        # (in `wait_until_fetched` or `__del__`) for the last copy that read these host buffers.
+        # (in `fetch_storage` or `__del__`) for the last copy that read these host buffers.
         self.streams.out.wait_stream(self.streams.compute_stream())
         self.sent = self.streams.copy(self.streams.out, split_over_buffers(whole, buffers))
 
@@ -224,7 +224,7 @@ class OffloadedStorage:
         self.arrived = self.streams.copy(self.streams.home, homewards)
         self.back = back
 
-    def wait_until_fetched(self) -> Tensor:
+    def fetch_storage(self) -> Tensor:
         """Return the storage on its device, as a 1-D tensor that the compute stream may use."""
         self.prefetch()
         assert self.back is not None
@@ -233,7 +233,7 @@ class OffloadedStorage:
 
     def __del__(self) -> None:
         # The copy back may still be running, if backward failed before it called
-        # `wait_until_fetched`.
+        # `fetch_storage`.
         if self.back is not None:
             self.computing.wait_event(self.arrived)
         self.pool.return_buffers(self.buffers)

@@ -207,7 +207,7 @@ def recompute_attention(block: Any, x: Tensor) -> Tensor:
     return block.add_residuals(x, attention, block.feed_forward)
 
 
-def keep_qkv(block: Any, x: Tensor) -> Tensor:
+def keep_qkv_and_attention(block: Any, x: Tensor) -> Tensor:
     """Keep x, qkv and attention's result. Recompute LayerNorms, attn.c_proj and the MLP half."""
     attended = block.attn.attend(checkpoint_to_matmul(block.qkv, x))
 
@@ -311,7 +311,7 @@ class Policy(NamedTuple):
     saved_tensor_names: str  # names of the tensors that a block keeps
     # Matmuls and attention that backward repeats. With dropout, backward also repeats the block's
     # last matmul if the policy repeats c_fc and keeps no mask.
-    recomputed_layers: str
+    recomputed_matmul_names: str
     description: str  # text for users: what is kept or done again
     forward: Callable[..., Tensor] | None = None  # (block, x) -> x; None: the plain forward
     by_operator: bool = False  # keeps attention's result only if attention is one fused operator
@@ -334,7 +334,7 @@ POLICIES = {  # comments: kept bytes per block, in units of B * T * C; libraries
         "the attention half of each block is done again in backward", recompute_attention),
     "qkv": Policy("x qkv attention", "c_proj c_fc",  # 12
         "LayerNorms, attention's output layer and the MLP half are done again in backward",
-        keep_qkv),
+        keep_qkv_and_attention),
     "sdpa": Policy("x attention", "c_attn c_proj c_fc",  # 6; axolotl. Attention is slow for long T,
         "of each block only its input and attention's result are kept",  # so it is not repeated
         keep_results_of(ATTENTION_OPS), by_operator=True, supports_mlp_chunks=True),
@@ -342,7 +342,7 @@ POLICIES = {  # comments: kept bytes per block, in units of B * T * C; libraries
         "an activation checkpoint around each block: only its input is kept",
         supports_mlp_chunks=True),
 }  # fmt: skip
-RECOMPUTE_POLICIES = tuple(POLICIES)
+POLICY_NAMES = tuple(POLICIES)
 
 
 # ---- the policy string: a policy for each block
@@ -369,7 +369,7 @@ class RecomputePlan(NamedTuple):
         return any(POLICIES[policy].supports_mlp_chunks for policy in self.policies)
 
     @property
-    def policies_by_group(self) -> list[tuple[str, int]]:
+    def group_policies_and_sizes(self) -> list[tuple[str, int]]:
         """Return (policy, number of blocks) of each call in MiniGPT.forward.
 
         One call runs one block, or a group of blocks that share a checkpoint.
@@ -388,7 +388,7 @@ def parse_recompute_plan(text: str, n_layers: int) -> RecomputePlan:
     `mlp:7`      `mlp` in the first 7 blocks, `none` in the others
     `mlp:7,full` `mlp` in the first 7 blocks, `full` in the others
     `full/2`     `full`, with a checkpoint around every 2 blocks; `full:8/2`: in the first 8 blocks
-    `+nested`    also one checkpoint around each block inside the group: see `run_as_one_block`
+    `+nested`    also one checkpoint around each block in a group: see `run_group_as_one_block`
     `+offload`   CPU memory holds the tensors that the policies keep
 
     Raises ValueError if the string is invalid. The message is one line and has the grammar.
@@ -399,8 +399,8 @@ def parse_recompute_plan(text: str, n_layers: int) -> RecomputePlan:
     wrong = ""
     if match is None:
         wrong = "N and K are whole numbers, and ,POLICY may only follow N"
-    elif first not in RECOMPUTE_POLICIES or rest not in RECOMPUTE_POLICIES:
-        wrong = f"a POLICY is one of {', '.join(RECOMPUTE_POLICIES)}"
+    elif first not in POLICY_NAMES or rest not in POLICY_NAMES:
+        wrong = f"a POLICY is one of {', '.join(POLICY_NAMES)}"
     elif n > n_layers:
         wrong = f"N must be in 0..{n_layers}"
     elif first == "none" and text != "none":
@@ -417,14 +417,14 @@ def parse_recompute_plan(text: str, n_layers: int) -> RecomputePlan:
     return RecomputePlan(policies, group, bool(nested) and group > 1, bool(offload) and not nothing)
 
 
-def parse_config_recompute(config: Any) -> RecomputePlan:
+def recompute_plan_of_config(config: Any) -> RecomputePlan:
     """Parse the policy string of a model.MiniGPTConfig."""
     return parse_recompute_plan(config.recompute, config.n_layers)
 
 
 def normalized_recompute(config: Any) -> str:
     """Return the shortest policy string that means the same as the string of the config."""
-    return format_recompute_plan(parse_config_recompute(config))
+    return format_recompute_plan(recompute_plan_of_config(config))
 
 
 def format_recompute_plan(recompute: RecomputePlan) -> str:
@@ -441,11 +441,11 @@ def format_recompute_plan(recompute: RecomputePlan) -> str:
 
 
 # (function that runs a block or group on x, True if MiniGPT.forward checkpoints that function)
-BlockCall = tuple[Callable[..., Tensor], bool]
+CallAndCheckpointFlag = tuple[Callable[..., Tensor], bool]
 
 
 @cache  # return the same object again: torch.compile would compile again for a new object
-def block_policy(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tensor] | None:
+def make_policy_forward(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tensor] | None:
     """Return the function for `block(x, policy=...)`, or None for the block's plain forward."""
     entry = POLICIES[policy]
     if not entry.supports_mlp_chunks or mlp_chunks == 1:
@@ -456,36 +456,38 @@ def block_policy(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tenso
     )
 
 
-class BlocksWithPolicies:
+class BlockCallsByPolicy:
     """The calls in MiniGPT.forward, in order: one per block or group, as `config.recompute` says.
 
     Evaluation recomputes nothing.
     """
 
-    def __init__(self, plain: Callable[[Any], Iterable[BlockCall]]):
+    def __init__(self, plain: Callable[[Any], Iterable[CallAndCheckpointFlag]]):
         """Wrap `plain`, the function of model.py, which supports the policies `none` and `full`."""
         self.plain = plain
         self.offload_pool = PinnedPool()  # CPU memory for offload
 
-    def __call__(self, model: Any) -> Iterable[BlockCall]:
+    def __call__(self, model: Any) -> Iterable[CallAndCheckpointFlag]:
         """Return pairs (function, whether to checkpoint it) for the loop of MiniGPT.forward."""
         config = model.config
         # If torch's checkpoint ignores the RNG, use `activation_checkpoint` instead.
         loses_rng = config.dropout > 0 and checkpoint_loses_rng(next(model.parameters()).device)
         known = config.recompute in ("none", "full") and config.mlp_chunks == 1 and not loses_rng
         return (
-            self.plain(model) if known or not model.training else self.iter_calls(model, loses_rng)
+            self.plain(model)
+            if known or not model.training
+            else self.iter_block_calls(model, loses_rng)
         )
 
-    def iter_calls(self, model: Any, loses_rng: bool) -> Iterator[BlockCall]:
+    def iter_block_calls(self, model: Any, loses_rng: bool) -> Iterator[CallAndCheckpointFlag]:
         """Yield the pairs of `__call__`. `loses_rng`: torch's checkpoint ignores the RNG."""
         config, blocks, offload = model.config, iter(model.blocks), Offload(self.offload_pool)
-        plan = parse_config_recompute(config)
+        plan = recompute_plan_of_config(config)
         try:
-            for i, (policy, size) in enumerate(plan.policies_by_group):
+            for i, (policy, size) in enumerate(plan.group_policies_and_sizes):
                 group, is_full = list(islice(blocks, size)), policy == "full"
-                run = group[0] if size == 1 else partial(run_as_one_block, group, plan.nested)
-                if policy_function := block_policy(policy, config.d_ff, config.mlp_chunks):
+                run = group[0] if size == 1 else partial(run_group_as_one_block, group, plan.nested)
+                if policy_function := make_policy_forward(policy, config.d_ff, config.mlp_chunks):
                     run = partial(run, policy=policy_function)
                 # Checkpoint here, not in MiniGPT.forward: for the RNG (see `__call__`), or because
                 # offload's hooks get a checkpoint's input only if they are around the checkpoint.
@@ -495,14 +497,14 @@ class BlocksWithPolicies:
                 if plan.offload:
                     # Do not offload tensors of the last call. Its backward comes first, so the
                     # tensors would be copied back at once.
-                    moves = policy != "none" and i + 1 < len(plan.policies_by_group)
+                    moves = policy != "none" and i + 1 < len(plan.group_policies_and_sizes)
                     run = offload.wrap(run, moves, group)
                 yield run, is_full
         finally:
             offload.wait_for_copies()
 
 
-def run_as_one_block(
+def run_group_as_one_block(
     blocks: list, nested: bool, x: Tensor, kv_cache: None = None, policy: Callable | None = None
 ) -> Tensor:
     """Run a group of K blocks, x (B, T, C) -> (B, T, C); MiniGPT.forward calls it like one block.

@@ -29,7 +29,7 @@ from .step import (
     forward_and_backward,
     label_existing_storages,
     make_optimizer_state,
-    record_simulated_ops,
+    recording_simulated_ops,
     register_phase_hooks,
 )
 from .timeline import StepMemory, split_into_segments
@@ -102,7 +102,9 @@ def plan_step(
     leaves = [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
     with fake:
         copies = {
-            id(leaf): copy_for_simulation(leaf) for leaf in leaves if isinstance(leaf, Tensor)
+            id(leaf): copy_tensor_for_simulation(leaf)
+            for leaf in leaves
+            if isinstance(leaf, Tensor)
         }
     model, stack, batch = deepcopy((model, stack, batch), cast(Any, copies))
     if recompute == "full":
@@ -152,7 +154,7 @@ def simulate_step_memory(
             # a CPU, because these tensors are on a CPU.)
             group["foreach"] = device_type == "cuda" and not group.get("fused")
         make_optimizer_state(optimizer, trained)
-    with record_simulated_ops(device_type, fake) as log:
+    with recording_simulated_ops(device_type, fake) as log:
         if blocks:
             register_phase_hooks(blocks, blocks[-1], log)
         for tensor, name in names.items():
@@ -188,7 +190,7 @@ def becomes_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.is_floating_point()
 
 
-def copy_for_simulation(tensor: Tensor) -> Tensor:
+def copy_tensor_for_simulation(tensor: Tensor) -> Tensor:
     """Copy a tensor to the CPU; return the copy.
 
     The copy has no data if `becomes_fake(tensor)`. Call this function only inside a FakeTensorMode.

@@ -35,8 +35,8 @@ def largest_batch(
     for step in (one, two):
         head_ops = step.phase_slice("head")
         padding = (step.host_bytes - sum(step.offloaded_sizes)) * on_cpu
-        heads.append(step.total[head_ops].max() - padding - head(step.batch_size))
-        outside.append(np.append(bytes_outside_head(step) - padding, heads[-1]))
+        heads.append(step.bytes_by_op[head_ops].max() - padding - head(step.batch_size))
+        outside.append(np.append(bytes_at_ops_outside_head(step) - padding, heads[-1]))
     if len(outside[0]) != len(outside[1]):
         return MAX_BATCH
 
@@ -57,6 +57,6 @@ def largest_batch(
     return largest
 
 
-def bytes_outside_head(step: StepMemory) -> np.ndarray:
+def bytes_at_ops_outside_head(step: StepMemory) -> np.ndarray:
     """Return the bytes after each operator that is not in the head: (operators,) int64."""
-    return np.delete(step.total, step.phase_slice("head"))
+    return np.delete(step.bytes_by_op, step.phase_slice("head"))

@@ -38,7 +38,7 @@ def make_card(
 # sixteenth of the memory of T4, L4 and A10G, and of RTX 6000 Ada if ECC is on. The driver takes a
 # part of the memory of every card. For RTX 3070, 3080, 4060 Ti, 4070, 4080 and 5080, for A10G, the
 # PCIe cards and H200, the memory is an estimate from similar cards.
-GEFORCE = (
+GEFORCE_CARDS = (
     # Source of FLOP/s and GB/s: the appendices of NVIDIA's whitepapers GA102 (3070, 3080, 3090),
     # Ada (4080, 4090) and RTX Blackwell (5080, 5090). FLOP/s are their lines "FP16 Tensor with FP32
     # Accumulate" and "FP32". RTX 3060, 4060, 4060 Ti and 4070 came after these papers. The
@@ -56,7 +56,7 @@ GEFORCE = (
     make_card("RTX 5080", 15.4, 56.3, 112.6, 112.6, 960),
     make_card("RTX 5090", 31.3, 104.8, 209.5, 209.5, 1792),
 )
-DATA_CENTRE = (
+DATA_CENTRE_CARDS = (
     # Source: NVIDIA's data sheets of V100 (SXM2), T4, RTX A6000, RTX 6000 Ada, L4, A100, H100 (SXM
     # and PCIe), H200 SXM and HGX B200. The GB/s of T4 are computed: 5,001 MHz x 2 x 256 bits. The
     # figures of A10G come from AWS. (On an A10G, 69.5 TFLOP/s were measured. Many tables say that
@@ -78,7 +78,7 @@ DATA_CENTRE = (
     make_card("H200", 139.7, 67, 989, 989, 4800),
     make_card("B200", 178.3, 75, 2250, 2250, 7700),
 )
-APPLE = (
+APPLE_CARDS = (
     # Each chip is sold with several memory sizes. The table has the smallest size from 16 GB on:
     # 16 GB for M1, M2, M3, M4, M1 Pro and M2 Pro; 18 GB for M3 Pro; 24 GB for M4 Pro; 32 GB for M1
     # Max and M2 Max; 36 GB for M3 Max 30-core and M4 Max 32-core; 48 GB for M3 Max 40-core and M4
@@ -109,7 +109,7 @@ APPLE = (
     make_card("M4 Max 32-core", 27, 12.9, 12.9, 12.9, 410),
     make_card("M4 Max 40-core", 36, 16.1, 16.1, 16.1, 546),
 )
-CARDS = {card.name: card for card in (*GEFORCE, *DATA_CENTRE, *APPLE)}
+CARDS = {card.name: card for card in (*GEFORCE_CARDS, *DATA_CENTRE_CARDS, *APPLE_CARDS)}
 
 # Other name of a card -> its name in the tables above. CUDA reports some of these other names. If a
 # card is sold with several memory sizes and the tables have only one of them, the card's name

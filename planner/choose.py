@@ -4,14 +4,14 @@ import math
 from collections.abc import Sequence
 from itertools import permutations
 
-from memory import POLICIES, RECOMPUTE_POLICIES
+from memory import POLICIES, POLICY_NAMES
 
-from .formulas import recompute_cost_key
+from .formulas import recomputed_flops_key
 from .roofline import Card
 from .step import Planner
 from .timeline import StepMemory
 
-UNIFORM_POLICIES = (*RECOMPUTE_POLICIES, "full/2")  # one policy for all blocks
+UNIFORM_POLICIES = (*POLICY_NAMES, "full/2")  # one policy for all blocks
 
 
 def pick_fastest_fitting_step(
@@ -22,7 +22,7 @@ def pick_fastest_fitting_step(
     The candidates are every policy in all blocks, and every pair of policies. A pair has one policy
     in the first N blocks and another policy in the rest, for every N. With a `card` the fastest
     step is the step with the fewest predicted seconds. Without a card it is the step with the
-    lowest `recompute_cost_key`, which compares first the recomputed FLOPs of matrix products. If
+    lowest `recomputed_flops_key`, which compares first the recomputed FLOPs of matrix products. If
     several steps are equally fast, the step with the smallest peak is returned.
 
     If no candidate fits, nested groups (`full/K+nested`) are tried, which are slower than all
@@ -35,12 +35,12 @@ def pick_fastest_fitting_step(
     none = planner.step(batch_size, recompute="none")
     if none.peak <= budget:
         return none
-    steps = rank_candidate_steps(planner, batch_size, card)
+    steps = simulate_policies_fastest_first(planner, batch_size, card)
     for step in steps:
         if step.peak <= budget:
             return step
     smallest = min(steps, key=lambda step: step.peak)
-    for nested in nested_policies(planner.config.n_layers):
+    for nested in nested_checkpoint_policies(planner.config.n_layers):
         smallest = min(
             smallest, planner.step(batch_size, recompute=nested), key=lambda step: step.peak
         )
@@ -49,7 +49,7 @@ def pick_fastest_fitting_step(
     return smallest
 
 
-def nested_policies(n_layers: int) -> list[str]:
+def nested_checkpoint_policies(n_layers: int) -> list[str]:
     """Return the policy strings `full/K+nested` with the fewest block inputs, the fastest first.
 
     Groups of K blocks keep n_layers / K + K block inputs at a time. `full` keeps n_layers block
@@ -60,18 +60,18 @@ def nested_policies(n_layers: int) -> list[str]:
     return [f"full/{K}+nested" for K in group_sizes]
 
 
-def rank_candidate_steps(
+def simulate_policies_fastest_first(
     planner: Planner, batch_size: int, card: Card | None = None
 ) -> list[StepMemory]:
     """Return the candidates of `pick_fastest_fitting_step`, the fastest first.
 
     Equally fast candidates are sorted by peak, the smallest first. With a `card` the fastest
     candidate has the fewest predicted seconds on this card. Without a card it has the lowest
-    `recompute_cost_key`.
+    `recomputed_flops_key`.
     """
 
     def cost(step: StepMemory) -> tuple:
-        replayed = recompute_cost_key(step.config, step.seq_len)
+        replayed = recomputed_flops_key(step.config, step.seq_len)
         return (*((step.seconds(card),) if card else replayed), step.peak)
 
     names = enumerate_policy_strings(planner.config.n_layers, uniform_policies(planner))
@@ -82,9 +82,9 @@ def rank_candidate_steps(
 def pareto_frontier(steps: list[StepMemory]) -> list[StepMemory]:
     """Return each step that `pick_fastest_fitting_step` returns for some budget.
 
-    `steps`: the result of `rank_candidate_steps`, the fastest first. The returned list begins with
-    the step that recomputes nothing. Each further step in the list has a smaller peak than all
-    faster steps.
+    `steps`: the result of `simulate_policies_fastest_first`, the fastest first. The returned list
+    begins with the step that recomputes nothing. Each further step in the list has a smaller peak
+    than all faster steps.
     """
     frontier = [step for step in steps if step.config.recompute == "none"]
     for step in steps:

@@ -10,13 +10,13 @@ import math
 
 import torch
 
-from memory import POLICIES, RECOMPUTE_POLICIES, parse_config_recompute
-from memory.head import VOCAB_MULTIPLE, count_chunks, rows_per_addmm, softmax_slice_rows
+from memory import POLICIES, POLICY_NAMES, recompute_plan_of_config
+from memory.head import VOCAB_MULTIPLE, count_chunks, softmax_slice_rows, weight_rows_per_addmm
 from memory.policies import sizes_of_chunks
 from model import MiniGPTConfig
 
 
-def closed_form_bytes(
+def closed_form_bytes_by_part(
     config: MiniGPTConfig,
     batch_size: int,
     seq_len: int,
@@ -84,7 +84,7 @@ def closed_form_bytes(
         "results": 2 * a * N * C,
     }
     kept_bytes = 0
-    for policy, _ in parse_config_recompute(config).policies_by_group:
+    for policy, _ in recompute_plan_of_config(config).group_policies_and_sizes:
         kept_bytes += sum(sizes[name] for name in POLICIES[policy].saved_tensor_names.split())
     return {
         "parameters": 4 * P,
@@ -96,14 +96,15 @@ def closed_form_bytes(
 
 
 def count_parameters(config: MiniGPTConfig) -> int:
-    """Return the number of parameters, which is P in `closed_form_bytes`."""
+    """Return the number of parameters, which is P in `closed_form_bytes_by_part`."""
     V, C, F = config.vocab_size, config.d_model, config.d_ff
     P = (V + config.max_position_embeddings) * C + 2 * C
     return P + config.n_layers * (4 * C * C + 2 * C * F + 9 * C + F)
 
 
 def optimizer_bytes(config: MiniGPTConfig, optimizer: str, moments: torch.dtype) -> int:
-    """Return the bytes that the optimizer keeps between steps: `optimizer` of `closed_form_bytes`.
+    """Return the bytes that the optimizer keeps between steps: `optimizer` of
+    `closed_form_bytes_by_part`.
 
     `optimizer`: a value of --optimizer. `moments`: dtype of the optimizer's moments.
     """
@@ -125,7 +126,7 @@ def state_bytes(
 
 
 def head_bytes(config: MiniGPTConfig, n_tokens: int, precision: torch.dtype) -> int:
-    """Return the head's bytes for `n_tokens` tokens: `head` of `closed_form_bytes`."""
+    """Return the head's bytes for `n_tokens` tokens: `head` of `closed_form_bytes_by_part`."""
     V, C, amp = config.vocab_size, config.d_model, precision != torch.float32
     if config.loss_chunks == 1:
         return 12 * V * n_tokens + 2 * amp * (V * C + n_tokens * C)
@@ -134,7 +135,7 @@ def head_bytes(config: MiniGPTConfig, n_tokens: int, precision: torch.dtype) -> 
     r = softmax_slice_rows(n, V)
     padded = V + (-V % VOCAB_MULTIPLE if amp else 0)
     softmax = 4 * r + 4 * V * r * amp
-    some_rows = 2 * C * min(rows_per_addmm(C), V) * amp
+    some_rows = 2 * C * min(weight_rows_per_addmm(C), V) * amp
     transient = max(softmax, a * n * C, some_rows)
     copies = 2 * (padded + n) * C * amp
     return 4 * (V + n_tokens) * C + 13 * n + copies + a * padded * n + transient
@@ -167,13 +168,13 @@ def flops_per_token(
     flops = {"c_attn": 6 * C * C, "attention": 2 * seq_len * C, "c_proj": 2 * C * C, "c_fc": linear}
     before_last = sum(sizes_of_chunks(seq_len, F, config.mlp_chunks)[:-1]) / max(seq_len, 1)
     recomputed: float = 0
-    for policy, blocks in parse_config_recompute(config).policies_by_group:
+    for policy, blocks in recompute_plan_of_config(config).group_policies_and_sizes:
         keeps, matmuls = (names.split() for names in POLICIES[policy][:2])
         # Recomputation of a group runs all its blocks to their ends, except that it stops early in
         # the last block, before its last matmul. Recomputation of a nested group leaves out the
         # last block. After that, each block is recomputed alone, and its recomputation stops early.
         # With `full`, recomputation of a compiled block never stops early.
-        nested = parse_config_recompute(config).nested and blocks > 1
+        nested = recompute_plan_of_config(config).nested and blocks > 1
         n_block_runs = 2 * blocks - 1 if nested else blocks
         # With dropout a recomputation also makes the mask of the block's last dropout, so it runs
         # the last matmul, which comes before this mask. (If a policy is compiled with its block,
@@ -196,11 +197,11 @@ def flops_per_token(
     return 3 * forward, recomputed
 
 
-def recompute_cost_key(config: MiniGPTConfig, seq_len: int) -> tuple[float, int]:
+def recomputed_flops_key(config: MiniGPTConfig, seq_len: int) -> tuple[float, int]:
     """Return a key that sorts policies by cost: (recomputed FLOPs per token, sum of indices).
 
     The second value breaks ties. It is the sum, over all blocks, of the index of the block's policy
-    in RECOMPUTE_POLICIES.
+    in POLICY_NAMES.
     """
-    replays = sum(map(RECOMPUTE_POLICIES.index, parse_config_recompute(config).policies))
+    replays = sum(map(POLICY_NAMES.index, recompute_plan_of_config(config).policies))
     return flops_per_token(config, seq_len)[1], replays

@@ -25,9 +25,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .operators import EMPTY, count_flops, precision_index, signature, tensors_in
+from .operators import EMPTY, count_flops, operator_schema, precision_index, tensors_in
 
-ROOT = Path(__file__).parent.parent
+PROJECT_FOLDER = Path(__file__).parent.parent
 RECOMPUTED_FILES = (
     "model.py",
     "memory/policies.py",
@@ -47,7 +47,7 @@ class Storage:
     operator: str = ""  # name of the operator that made it: "addmm"
     line: str = ""  # the line that called this operator: "model.py:87"
     phase: str = ""  # forward, head, backward or optimizer
-    block: int | None = None  # index of the block that ran when it was made
+    block_index: int | None = None  # index of the block that ran when it was made
     replayed: bool = False  # made by the recomputation of an activation checkpoint
     kind: str = ""  # one of KINDS; "": planner/timeline.py chooses it
     name: str = ""  # "blocks.0.ln_1.weight"; "": planner/record.py chooses it
@@ -85,7 +85,7 @@ class Op(NamedTuple):
     bytes: int = 0  # number of bytes that it reads and writes
     flops: float = 0  # FLOPs of its matrix products, 2 per multiply-add
     precision_index: int = 0  # dtype of its matrix products, as an index into MATMUL_DTYPES
-    times: int = 1  # number of equal operators that this entry represents
+    repeat_count: int = 1  # number of equal operators that this entry represents
 
 
 class OpRecorder(TorchDispatchMode):
@@ -136,7 +136,7 @@ class OpRecorder(TorchDispatchMode):
             return args[0].fake_device  # not recorded: it does no work, and it is frequent
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        names = (parameter.name for parameter in signature(func).parameters)
+        names = (parameter.name for parameter in operator_schema(func).parameters)
         self.record_op(func, dict(zip(names, args, strict=False)) | kwargs, tensors_in(result))
         if self.kernel_workspace is not None and (size := self.kernel_workspace(func, args)):
             self.add_non_tensor_storage(
@@ -152,7 +152,7 @@ class OpRecorder(TorchDispatchMode):
         `func`: the operator's overload. `arguments`: the operator's arguments by name. `results`:
         the tensors that the operator returned.
         """
-        schema, place, number = signature(func), self.phase_marks[-1], self.n_ops + 1
+        schema, place, number = operator_schema(func), self.phase_marks[-1], self.n_ops + 1
         if schema.name in EMPTY and results[0].numel() == 0:
             return  # an activation checkpoint of torch 2.9 makes an empty tensor, and keeps it
         site = self.sources.current(*place[1:]) if self.sources else UNKNOWN_SITE
@@ -166,13 +166,14 @@ class OpRecorder(TorchDispatchMode):
         # (storage, offset of the tensor) -> bytes. A tensor counts once: x * x reads x once.
         reads: dict[tuple[Storage, int], int] = {}
         writes = {
-            (s, int(results[i].storage_offset())): occupied_bytes(results[i]) for i, s in outputs
+            (s, int(results[i].storage_offset())): bytes_spanned_in_storage(results[i])
+            for i, s in outputs
         }
         for parameter in schema.parameters:
             for tensor in tensors_in(arguments.get(parameter.name)):
                 key, size = (
                     (self.find_storage(tensor), int(tensor.storage_offset())),
-                    occupied_bytes(tensor),
+                    bytes_spanned_in_storage(tensor),
                 )
                 inputs.append((parameter.name, key[0]))
                 if parameter.is_table:
@@ -192,7 +193,7 @@ class OpRecorder(TorchDispatchMode):
             bytes=sum(size for (storage, _), size in accesses if storage.device.type == "cpu"),
             flops=count_flops(schema.name, arguments, results),
             precision_index=precision_index(schema.name, arguments),
-            times=self.times,
+            repeat_count=self.times,
         )
         self.ops.append(op)
 
@@ -214,7 +215,7 @@ class OpRecorder(TorchDispatchMode):
             return self.live_storages[address][1]
         storage = new_storage(tensor, self.n_ops + bool(operator))
         storage.operator = operator.split(".")[0]  # "addmm.default" -> "addmm"
-        _, storage.phase, storage.block = self.phase_marks[-1]
+        _, storage.phase, storage.block_index = self.phase_marks[-1]
         # In backward gradients are enabled only while a recomputation runs.
         storage.replayed = storage.phase == "backward" and torch.is_grad_enabled()
         storage.line = source.file_and_line
@@ -238,7 +239,7 @@ class OpRecorder(TorchDispatchMode):
         _, phase, block = self.phase_marks[-1]
         storage = Storage(size, (size,), torch.uint8, torch.device("cpu"), born, died)
         self.storages.append(
-            replace(storage, name=name, reason_alive=why, phase=phase, block=block, kind=kind)
+            replace(storage, name=name, reason_alive=why, phase=phase, block_index=block, kind=kind)
         )
 
     def label_storage(self, tensor: Tensor, kind: str, name: str, why: str = "") -> None:
@@ -255,7 +256,7 @@ class OpRecorder(TorchDispatchMode):
         return entry[1] if entry else new_storage(tensor, 0)
 
 
-def occupied_bytes(tensor: Tensor) -> int:
+def bytes_spanned_in_storage(tensor: Tensor) -> int:
     """Return the bytes that a tensor occupies in its storage. (An expanded row is stored once.)"""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     span = 1 + sum((n - 1) * stride for n, stride in dims)
@@ -323,7 +324,7 @@ def line_of_the_model() -> str:
     If there is none, return "".
     """
     for frame, number in walk_stack(sys._getframe()):
-        name = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
+        name = frame.f_code.co_filename.removeprefix(f"{PROJECT_FOLDER}/")
         if name == "model.py" or name.startswith("memory/"):
             return f"{name}:{number}"
     return ""

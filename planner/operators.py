@@ -17,7 +17,7 @@ from torch import Tensor
 
 MATMUL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of matrix products
 # operator -> name of the argument that is the left factor of its matrix product
-LEFT_MATRIX_ARGUMENT_NAME = {
+LEFT_MATRIX_ARGUMENT_BY_OP = {
     "mm": "self",
     "bmm": "self",
     "addmm": "mat1",
@@ -37,7 +37,7 @@ INDEXED_ARGUMENTS = {
     ("embedding", "weight"), ("gather", "self"), ("index_select", "self"), ("index", "self"),
     ("scatter_", "self"), ("index_add_", "self"),
 }  # fmt: skip
-ATTENTION_NAMES = ("attention", "attention_backward")  # the same names on all devices
+UNIFIED_ATTENTION_NAMES = ("attention", "attention_backward")  # the same names on all devices
 
 
 class SchemaArgument(NamedTuple):
@@ -49,7 +49,7 @@ class SchemaArgument(NamedTuple):
     is_table: bool  # only some elements are read or written: see INDEXED_ARGUMENTS
 
 
-class Signature(NamedTuple):
+class OperatorSchema(NamedTuple):
     """The facts of an operator's schema that the planner needs."""
 
     name: str  # "addmm"
@@ -58,7 +58,7 @@ class Signature(NamedTuple):
 
 
 @cache
-def signature(operator: Any) -> Signature:
+def operator_schema(operator: Any) -> OperatorSchema:
     """Return the signature of an operator's overload, such as torch.ops.aten.addmm.default."""
     name, schema = operator.overloadpacket.__name__, operator._schema
     written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
@@ -74,7 +74,9 @@ def signature(operator: Any) -> Signature:
         )
         for a, is_written in zip(schema.arguments, written, strict=True)
     )
-    return Signature(unify_attention_name(name), parameters, returns_arguments and not any(written))
+    return OperatorSchema(
+        unify_attention_name(name), parameters, returns_arguments and not any(written)
+    )
 
 
 def unify_attention_name(name: str) -> str:
@@ -83,7 +85,7 @@ def unify_attention_name(name: str) -> str:
     The marks that torch's profiler sets are no operators. Their name is "".
     """
     if name.startswith("_scaled_dot_product_"):
-        return ATTENTION_NAMES["backward" in name]
+        return UNIFIED_ATTENTION_NAMES["backward" in name]
     return "" if name.startswith("_record") else name
 
 
@@ -100,7 +102,7 @@ def precision_index(name: str, inputs: dict[str, Any]) -> int:
     An operator without matrix products, or with products in another dtype, gets 0.
     `inputs`: the operator's arguments, by name.
     """
-    left = inputs.get("query", inputs.get(LEFT_MATRIX_ARGUMENT_NAME.get(name, "")))
+    left = inputs.get("query", inputs.get(LEFT_MATRIX_ARGUMENT_BY_OP.get(name, "")))
     precision = left.dtype if isinstance(left, Tensor) else torch.float32
     return MATMUL_DTYPES.index(precision) if precision in MATMUL_DTYPES else 0
 
@@ -110,9 +112,9 @@ def count_flops(name: str, inputs: dict[str, Any], results: list[Tensor]) -> flo
 
     `inputs`: the operator's arguments, by name.
     """
-    if name in LEFT_MATRIX_ARGUMENT_NAME:
-        return 2 * results[0].numel() * inputs[LEFT_MATRIX_ARGUMENT_NAME[name]].size(-1)
-    if name in ATTENTION_NAMES:
+    if name in LEFT_MATRIX_ARGUMENT_BY_OP:
+        return 2 * results[0].numel() * inputs[LEFT_MATRIX_ARGUMENT_BY_OP[name]].size(-1)
+    if name in UNIFIED_ATTENTION_NAMES:
         B, H, T, D = inputs["query"].shape
         products = 5 if "backward" in name else 2
         unmasked_share = 0.5 if inputs.get("is_causal") else 1  # absent: False, the default

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from .op_recorder import ROOT, Op, OpRecorder, PhaseMark, Storage
+from .op_recorder import PROJECT_FOLDER, Op, OpRecorder, PhaseMark, Storage
 from .timeline import StepMemory
 
 # operator -> name of its result; {read}: name of the first storage that the operator reads
-RESULT_NAMES_FROM_INPUT = {"_to_copy": "{dtype} copy of {read}", "embedding": "rows of {read}"}
+RESULT_NAME_TEMPLATE_BY_OP = {"_to_copy": "{dtype} copy of {read}", "embedding": "rows of {read}"}
 # operator -> names of its results in forward
-FORWARD_RESULT_NAMES = {
+FORWARD_RESULT_NAMES_BY_OP = {
     "addmm": ("output",),
     "gelu": ("gelu",),
     "native_layer_norm": ("output", "mean", "1 / deviation"),
@@ -31,7 +31,7 @@ FORWARD_RESULT_NAMES = {
     "ones_like": ("gradient of the loss",),
 }
 # operator -> names of its results in backward
-BACKWARD_RESULT_NAMES = {
+BACKWARD_RESULT_NAMES_BY_OP = {
     "nll_loss_backward": ("gradient of log-softmax",),
     "_log_softmax_backward_data": ("gradient of logits",),
     "native_layer_norm_backward": ("gradient of input", "gradient of gain", "gradient of shift"),
@@ -45,7 +45,7 @@ BACKWARD_RESULT_NAMES = {
     "add": ("sum of gradients",),
 }
 # (text in a line of MiniGPT.forward or memory/head.py, operator) -> name of the operator's result
-RESULT_NAMES_BY_LINE = {
+RESULT_NAMES_BY_CODE_AND_OP = {
     ("position_embedding(", "add"): "x, the sum of both embeddings",
     ("buffer = ", "new_empty"): "logits of a chunk, then their gradient",
     ("copy = ", "new_zeros"): "low-precision copy of the weight, padded",
@@ -56,7 +56,7 @@ RESULT_NAMES_BY_LINE = {
     ("a_part @ b", "mm"): "a part of the weight's gradient",
 }
 # operator of dropout that is not fused -> name of its result
-DROPOUT_RESULT_NAMES = {"empty_like": "mask", "mul": "output"}
+DROPOUT_RESULT_NAME_BY_OP = {"empty_like": "mask", "mul": "output"}
 # (operator of backward, argument) -> why forward keeps this argument; {}: module of the operator
 REASON_BY_BACKWARD_READ = {
     ("gelu_backward", "self"): "GELU's backward needs its input",
@@ -103,7 +103,7 @@ class StepRecord:
     @property
     def at_peak(self) -> list[Storage]:
         """Storages that exist at the step's peak, sorted by `born`."""
-        return self.alive(int(self.step_memory.total.argmax()))
+        return self.alive(int(self.step_memory.bytes_by_op.argmax()))
 
 
 def build_step_record(log: OpRecorder, step: StepMemory) -> StepRecord:
@@ -134,8 +134,8 @@ def build_step_record(log: OpRecorder, step: StepMemory) -> StepRecord:
         storage.reason_alive = storage.reason_alive or reason_alive(
             storage, reads[seen], seen in gradients
         )
-        if storage.block is None and (match := re.search(r"\bblocks\.(\d+)\b", storage.name)):
-            storage.block = int(match[1])  # a weight of a block, or its gradient
+        if storage.block_index is None and (match := re.search(r"\bblocks\.(\d+)\b", storage.name)):
+            storage.block_index = int(match[1])  # a weight of a block, or its gradient
     return StepRecord(
         step,
         sorted(storages, key=lambda storage: storage.born),
@@ -169,15 +169,17 @@ def name_of_result(op: Op, i: int, dtype: torch.dtype) -> str:
     """
     name, (module, line, is_backward) = op.name, op.call_site
     inputs = [storage.name for _, storage in op.inputs]
-    if name in RESULT_NAMES_FROM_INPUT and inputs:
-        return RESULT_NAMES_FROM_INPUT[name].format(
+    if name in RESULT_NAME_TEMPLATE_BY_OP and inputs:
+        return RESULT_NAME_TEMPLATE_BY_OP[name].format(
             dtype=str(dtype).removeprefix("torch."), read=inputs[0]
         )
-    results = (BACKWARD_RESULT_NAMES if is_backward else FORWARD_RESULT_NAMES).get(name, ())
+    results = (BACKWARD_RESULT_NAMES_BY_OP if is_backward else FORWARD_RESULT_NAMES_BY_OP).get(
+        name, ()
+    )
     result, code = results[i] if i < len(results) else name, read_source_line(line)
     half = re.search(r"\b(attention|feed_forward)\(", code)  # the method that the line calls
     if module.endswith("dropout"):
-        result = "gradient of input" if is_backward else DROPOUT_RESULT_NAMES.get(name, result)
+        result = "gradient of input" if is_backward else DROPOUT_RESULT_NAME_BY_OP.get(name, result)
         module += f" of {half[1]}" if half else ""
     elif is_backward and name == "mm":
         of_input = any(input_name.endswith("weight") for input_name in inputs)
@@ -193,11 +195,13 @@ def name_of_result(op: Op, i: int, dtype: torch.dtype) -> str:
 def name_from_code(operator: str, code: str) -> str:
     """Return the name of the tensor that `operator` makes in a line of code.
 
-    The name is the entry of RESULT_NAMES_BY_LINE if there is one, else the variable that the line
-    sets, else the name of the operator.
+    The name is the entry of RESULT_NAMES_BY_CODE_AND_OP if there is one, else the variable that the
+    line sets, else the name of the operator.
     """
     names = [
-        name for (part, by), name in RESULT_NAMES_BY_LINE.items() if by == operator and part in code
+        name
+        for (part, by), name in RESULT_NAMES_BY_CODE_AND_OP.items()
+        if by == operator and part in code
     ]
     variable = re.match(r"(\w+) = ", code)
     return names[0] if names else variable[1] if variable else operator
@@ -206,7 +210,7 @@ def name_from_code(operator: str, code: str) -> str:
 def read_source_line(line: str) -> str:
     """Return the code of a line without its comment. `line`: such as "model.py:106"."""
     file, _, number = line.partition(":")
-    return linecache.getline(str(ROOT / file), int(number or 0)).split("#")[0].strip()
+    return linecache.getline(str(PROJECT_FOLDER / file), int(number or 0)).split("#")[0].strip()
 
 
 def reason_alive(storage: Storage, reads: list[tuple[Op, str]], is_gradient: bool) -> str:

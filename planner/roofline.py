@@ -24,14 +24,14 @@ import torch.nn.functional as F
 
 from .operators import MATMUL_DTYPES
 
-MAX_MEASURED_TOKENS = 2048  # tokens; longer sequences reach the same FLOP/s in attention
+MAX_MEASURED_SEQ_LEN = 2048  # tokens; longer sequences reach the same FLOP/s in attention
 
 
 @dataclass(frozen=True)
 class Card:
     """Peak rates of a card, and the share of each peak that kernels reach.
 
-    A card is a device with its memory. `flops` and `attention_flops_per_s` have one entry for each
+    A card is a device with its memory. `flops` and `attention` have one entry for each
     dtype of MATMUL_DTYPES.
     """
 
@@ -44,7 +44,7 @@ class Card:
     bandwidth_efficiency: float = 0.85
     # For each dtype: FLOP/s of attention's forward and of its backward, measured by `this_machine`.
     # None: attention reaches the FLOP/s of other matrix products.
-    attention_flops_per_s: tuple[tuple[float, float], ...] | None = None
+    attention: tuple[tuple[float, float], ...] | None = None
 
 
 def seconds_of_each_op(work: np.recarray, card: Card) -> np.ndarray:
@@ -53,10 +53,8 @@ def seconds_of_each_op(work: np.recarray, card: Card) -> np.ndarray:
     `work`: (operators,) array of dtype OP_WORK_DTYPE (planner/timeline.py).
     """
     rates = np.array(card.flops)[work.precision] * card.flops_efficiency
-    if card.attention_flops_per_s is not None:
-        measured = np.array(card.attention_flops_per_s)[
-            work.precision, (work.attention == 2).astype(int)
-        ]
+    if card.attention is not None:
+        measured = np.array(card.attention)[work.precision, (work.attention == 2).astype(int)]
         rates = np.where(work.attention > 0, measured, rates)
     moving = work.bytes / (card.bandwidth_efficiency * card.bytes_per_s)
     return np.maximum(np.maximum(work.flops / rates, moving), card.launch_s)
@@ -103,22 +101,23 @@ def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
         launch_s=measure_seconds(lambda: one.add_(1)),
         flops_efficiency=1,
         bandwidth_efficiency=1,
-        attention_flops_per_s=tuple(
-            measure_attention(device, dtype, seq_len, head_size) for dtype in MATMUL_DTYPES
+        attention=tuple(
+            measure_attention_flops_per_s(device, dtype, seq_len, head_size)
+            for dtype in MATMUL_DTYPES
         ),
     )
 
 
-def measure_attention(
+def measure_attention_flops_per_s(
     device: torch.device, dtype: torch.dtype, seq_len: int, head_size: int
 ) -> tuple[float, float]:
     """Return the FLOP/s of causal attention and of its backward: (forward, backward).
 
-    Sequences longer than MAX_MEASURED_TOKENS tokens are measured with MAX_MEASURED_TOKENS tokens.
+    Sequences longer than MAX_MEASURED_SEQ_LEN tokens are measured with MAX_MEASURED_SEQ_LEN tokens.
     FLOPs in the masked half of the products do not count.
     """
     on_gpu = device.type != "cpu"
-    T = min(seq_len, 128 if dtype == torch.float16 and not on_gpu else MAX_MEASURED_TOKENS)
+    T = min(seq_len, 128 if dtype == torch.float16 and not on_gpu else MAX_MEASURED_SEQ_LEN)
     n_heads = max(1, 2**16 // T) if on_gpu else max(4, 256 // T) * torch.get_num_threads()
     qkv = torch.randn(1, T, 3, n_heads, head_size, device=device).to(dtype).requires_grad_()
     q, k, v = qkv.transpose(1, 3).unbind(2)  # each (1, heads, T, D), with strides as in model.py

@@ -50,7 +50,7 @@ from model import MiniGPT, MiniGPTConfig
 from .op_recorder import OpRecorder
 
 AVERAGED, GLOO = "gradients to be averaged", "gloo's own buffer"
-GATHERED = "gathered from all processes, for as long as the group of layers runs"
+GATHERED_REASON = "gathered from all processes, for as long as the group of layers runs"
 
 
 def make_local_model(config: MiniGPTConfig, n: int) -> MiniGPT:
@@ -67,7 +67,7 @@ def make_local_model(config: MiniGPTConfig, n: int) -> MiniGPT:
     return shard
 
 
-def position_embeddings(model: MiniGPT) -> list[nn.Embedding]:
+def find_position_embeddings(model: MiniGPT) -> list[nn.Embedding]:
     """Return all embeddings of the model except the token embedding.
 
     In model.py this is the table of positions. A changed model.py may have more such tables, or
@@ -112,7 +112,7 @@ def add_shards(
 
     def add(kind: str, name: str, size: int, born: int, died: int) -> None:
         if born <= died:
-            log.add_non_tensor_storage(size, name, GATHERED, born, died, kind)
+            log.add_non_tensor_storage(size, name, GATHERED_REASON, born, died, kind)
 
     def gather(size: int, arrives: int, used: int, begin: int, end: int) -> None:
         """Add an all-gather buffer of `size` bytes, from operator `arrives` to operator `used`. Add
@@ -135,13 +135,13 @@ def add_shards(
     begin, first = times["forward", None][0], times["forward", 0][0]
     root, shards = (root_group_params(each, in_bfloat16) for each in (model, local_model))
     size = n * sum(shard.nbytes for shard in shards)
-    gather(size, begin, begin + 1 if position_embeddings(model) else first, begin, now)
+    gather(size, begin, begin + 1 if find_position_embeddings(model) else first, begin, now)
     # The root group gets no reduce-scatter buffer: it fits in the place of the freed full weights.
     average(root, shards, now, now + 1, now)
     # torch before 2.15 keeps the last full gradient until it is reduced over the processes.
     early = parse_release(torch.__version__) >= (2, 15)
     for table, local_table in zip(
-        position_embeddings(model), position_embeddings(local_model), strict=True
+        find_position_embeddings(model), find_position_embeddings(local_model), strict=True
     ):
         gather(n * local_table.weight.nbytes, begin + 1, first - 1, begin + 2, first - 1)
         average([*table.parameters()], [*local_table.parameters()], now - early, now, now)
@@ -217,6 +217,6 @@ def root_group_params(model: MiniGPT, in_bfloat16: bool) -> list[nn.Parameter]:
 
     `in_bfloat16`: blocks are gathered in bfloat16, so their LayerNorms belong to the root group.
     """
-    in_tables = nn.ModuleList(position_embeddings(model)).parameters()
+    in_tables = nn.ModuleList(find_position_embeddings(model)).parameters()
     in_groups = {*block_group_params(model.blocks, in_bfloat16), *in_tables}
     return [parameter for parameter in model.parameters() if parameter not in in_groups]

@@ -22,19 +22,19 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from memory import (
-    BlocksWithPolicies,
+    BlockCallsByPolicy,
     PinnedPool,
     RecomputePlan,
     format_recompute_plan,
     head,
     offload,
-    parse_config_recompute,
+    recompute_plan_of_config,
 )
-from memory.offload import MIN_OFFLOAD_BYTES, pinned_nbytes
+from memory.offload import MIN_OFFLOAD_BYTES, pinned_bytes_needed
 from memory.sequence import SequenceShard
 from model import MiniGPT, MiniGPTConfig
 
-from .batches import MAX_BATCH, bytes_outside_head, largest_batch
+from .batches import MAX_BATCH, bytes_at_ops_outside_head, largest_batch
 from .formulas import head_bytes
 from .op_recorder import CallSiteTracker, OpRecorder
 from .operators import cublas_workspace_bytes, kernel_workspace_bytes
@@ -124,7 +124,7 @@ class Planner:
         `memory`: changed settings of the config, such as recompute="full".
         """
         config = replace(self.config, **memory)
-        key, plan = (batch_size, config), parse_config_recompute(config)
+        key, plan = (batch_size, config), recompute_plan_of_config(config)
         if key not in self.steps:
             # Some memory of a block still exists when the next block runs: tensors that offload is
             # copying, or all-gather buffers. This memory depends on both blocks. So simulate the
@@ -142,9 +142,9 @@ class Planner:
 
         In each step with few calls, all calls run the same policy.
         """
-        groups, first = parse_config_recompute(config).policies_by_group, 0
+        groups, first = recompute_plan_of_config(config).group_policies_and_sizes, 0
         representatives = {
-            call: self.simulate_few_calls(batch_size, config, *call)
+            call: self.simulate_few_call_segments(batch_size, config, *call)
             for call in {("none", 1), *groups}
         }
         frame = representatives["none", 1]
@@ -168,14 +168,14 @@ class Planner:
         ]
         return StepMemory(config, batch_size, self.seq_len, segments)
 
-    def simulate_few_calls(
+    def simulate_few_call_segments(
         self, batch_size: int, config: MiniGPTConfig, policy: str, size: int
     ) -> FewCallSegments:
         """Simulate a step with few calls, and cache it.
 
         Each call runs `size` blocks with this policy.
         """
-        plan, plain = parse_config_recompute(config), replace(config, recompute="none")
+        plan, plain = recompute_plan_of_config(config), replace(config, recompute="none")
         nested, moves = plan.nested and size > 1, plan.offload and policy != "none"
         key = batch_size, plain, policy, size, nested, moves
         if key not in self.few_call_steps:
@@ -187,7 +187,9 @@ class Planner:
             short_plan = RecomputePlan((policy,) * n * size, size, nested, moves)
             short = replace(plain, n_layers=n * size, recompute=format_recompute_plan(short_plan))
             frame = (
-                None if policy == "none" else self.simulate_few_calls(batch_size, plain, "none", 1)
+                None
+                if policy == "none"
+                else self.simulate_few_call_segments(batch_size, plain, "none", 1)
             )
             segments = split_into_segments(self.run_fake_step(batch_size, short, frame), [size] * n)
             if frame is None:
@@ -197,7 +199,7 @@ class Planner:
                 left_out = (
                     set(self.local_model.blocks[n:].parameters()) - self.params_with_kept_grads
                 )
-                allocated = segments[0].allocated_and_freed[0, 0]
+                allocated = segments[0].allocated_and_freed_by_kind[0, 0]
                 allocated[KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
             self.few_call_steps[key] = FewCallSegments(segments)
         return self.few_call_steps[key]
@@ -212,7 +214,7 @@ class Planner:
             host: bytes of CPU memory that offload may take; None: unknown, so there is no limit.
             memory: changed settings of the config, as in `step`.
         """
-        with_offload = parse_config_recompute(replace(self.config, **memory)).offload
+        with_offload = recompute_plan_of_config(replace(self.config, **memory)).offload
         # With fewer than `min_batch` sequences the residual stream is too small for offload. So
         # steps with fewer sequences do not predict steps with larger batches.
         min_batch = (
@@ -223,7 +225,7 @@ class Planner:
         one = self.step(max(batch_size, min_batch, 2), **memory)
         # Prefer the step with one sequence: other functions need it, too, and `step` caches it.
         two = self.step(one.batch_size + 1 if with_offload else 1, **memory)
-        if len(bytes_outside_head(one)) != len(bytes_outside_head(two)):
+        if len(bytes_at_ops_outside_head(one)) != len(bytes_at_ops_outside_head(two)):
             # With one sequence a reshape may return a view. With more sequences it copies, which is
             # one more operator.
             two = self.step(one.batch_size + 1, **memory)
@@ -253,7 +255,7 @@ class Planner:
         self.on_simulate()
         log = self.run_fake_step(batch_size, config, None, sources)
         segments = split_into_segments(
-            log, [size for _, size in parse_config_recompute(config).policies_by_group]
+            log, [size for _, size in recompute_plan_of_config(config).group_policies_and_sizes]
         )
         whole = [(segment, 0) for segment in segments]
         return log, StepMemory(config, batch_size, self.seq_len, whole)
@@ -298,13 +300,13 @@ class Planner:
             batch = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
             ids, labels = batch[:, :, : self.local_seq_len]
         with (
-            record_simulated_ops(self.device_type, self.fake, sources) as log,
+            recording_simulated_ops(self.device_type, self.fake, sources) as log,
             patched(model, blocks=blocks),
-            patched(head, chunk_starts=make_representative_starts(log, known)),
+            patched(head, chunk_starts=make_chunk_starts_replacement(log, known)),
             ExitStack() as hooks,
         ):
             model.config, pool = config, SimulatedPinnedPool(log, self.on_cpu)
-            cast(BlocksWithPolicies, model.blocks_with_recompute).offload_pool = pool
+            cast(BlockCallsByPolicy, model.blocks_with_recompute).offload_pool = pool
             for handle in register_phase_hooks(blocks, model.ln_f, log):
                 hooks.enter_context(handle)
             # The full weights of a sharded model take no memory here. `add_shards` counts them.
@@ -381,10 +383,10 @@ class SimulatedPinnedPool(PinnedPool):
     def acquire_buffers(self, like: Tensor) -> list[Tensor]:
         """Return one host buffer for the 1-D tensor `like`, and record the copy to it."""
         self.log.offloaded_tensors.append((like.nbytes, self.log.phase_marks[-1]))
-        return [self.reuse_or_allocate(pinned_nbytes(like.nbytes), pinned=False)]
+        return [self.reuse_or_allocate(pinned_bytes_needed(like.nbytes), pinned=False)]
 
 
-def make_representative_starts(
+def make_chunk_starts_replacement(
     log: OpRecorder, known: "FewCallSegments | None"
 ) -> Callable[[int, int], Iterator[int]]:
     """Return a replacement for `chunk_starts` of memory/head.py that yields few chunks.
@@ -423,7 +425,7 @@ def patched(thing: Any, **attributes: Any) -> Iterator[None]:
 
 
 @contextmanager
-def record_simulated_ops(
+def recording_simulated_ops(
     device_type: str, fake: FakeTensorMode, sources: CallSiteTracker | None = None
 ) -> Iterator[OpRecorder]:
     """Record the operators that run on fake tensors in this context; yield the recorder.

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from memory.offload import pinned_nbytes
+from memory.offload import pinned_bytes_needed
 
 from .op_recorder import Op, OpRecorder, PhaseMark, Storage
-from .operators import ATTENTION_NAMES
+from .operators import UNIFIED_ATTENTION_NAMES
 from .roofline import Card, seconds_of_each_op
 
 KINDS = (
@@ -50,9 +50,9 @@ OP_WORK_DTYPE = np.dtype(
 def op_work_table(ops: Sequence[Op]) -> np.recarray:
     """Return an array of OP_WORK_DTYPE with one row for each operator that reads or writes
     bytes."""
-    attention = {name: i + 1 for i, name in enumerate(ATTENTION_NAMES)}
+    attention = {name: i + 1 for i, name in enumerate(UNIFIED_ATTENTION_NAMES)}
     rows = [
-        (at, op.flops, op.bytes, op.precision_index, attention.get(op.name, 0), op.times)
+        (at, op.flops, op.bytes, op.precision_index, attention.get(op.name, 0), op.repeat_count)
         for at, op in enumerate(ops)
         if op.bytes
     ]
@@ -69,15 +69,15 @@ class Segment:
 
     phase_marks: list[PhaseMark]  # (first operator, counted from the segment's start; phase; block)
     # (operators, 2, kinds) int64: bytes that each operator allocates; bytes freed right after it.
-    allocated_and_freed: np.ndarray
-    work: np.recarray  # of OP_WORK_DTYPE; `at` is counted from the segment's start
-    kept: int  # bytes that the segment keeps for backward
+    allocated_and_freed_by_kind: np.ndarray
+    work_by_op: np.recarray  # of OP_WORK_DTYPE; `at` is counted from the segment's start
+    kept_bytes: int  # bytes that the segment keeps for backward
     offloaded_sizes: list[int]  # bytes of each tensor that offload copies out
 
     @cached_property
     def net_bytes(self) -> int:
         """Bytes after the segment minus bytes before it."""
-        allocated, freed = self.allocated_and_freed.sum(axis=(0, 2)).tolist()
+        allocated, freed = self.allocated_and_freed_by_kind.sum(axis=(0, 2)).tolist()
         return allocated - freed
 
     @cached_property
@@ -90,7 +90,7 @@ class Segment:
 def segment_seconds(segment: Segment, card: Card) -> float:
     """Return the estimated seconds of a segment on a card."""
     # Do not use `@`: BLAS adds in an order that depends on the CPU, and the order changes rounding.
-    return float((seconds_of_each_op(segment.work, card) * segment.work.times).sum())
+    return float((seconds_of_each_op(segment.work_by_op, card) * segment.work_by_op.times).sum())
 
 
 def bytes_by_op_and_kind(segments: Iterable[Segment]) -> np.ndarray:
@@ -100,7 +100,7 @@ def bytes_by_op_and_kind(segments: Iterable[Segment]) -> np.ndarray:
     that are freed right after it.
     """
     allocated, freed = np.concatenate(
-        [segment.allocated_and_freed for segment in segments]
+        [segment.allocated_and_freed_by_kind for segment in segments]
     ).swapaxes(0, 1)
     return (allocated - freed).cumsum(axis=0) + freed
 
@@ -134,9 +134,9 @@ def split_into_segments(log: OpRecorder, calls: Iterable[int] = ()) -> list[Segm
     return [
         Segment(
             phase_marks=[(at - begin, phase, block) for at, phase, block in places],
-            allocated_and_freed=changes[begin:end],
-            work=op_work_table(log.ops[begin:end]),
-            kept=int(kept[begin:end].sum()),
+            allocated_and_freed_by_kind=changes[begin:end],
+            work_by_op=op_work_table(log.ops[begin:end]),
+            kept_bytes=int(kept[begin:end].sum()),
             offloaded_sizes=[size for size, place in log.offloaded_tensors if place in places],
         )
         for places, (begin, end) in zip(parts, pairwise(begins), strict=True)
@@ -159,7 +159,7 @@ class StepMemory:
     config: Any  # MiniGPTConfig; None: another model (planner/any_model.py)
     batch_size: int  # sequences; 0: another model, with any kind of batch
     seq_len: int  # tokens
-    placed_segments: list[
+    segments_and_block_shifts: list[
         tuple[Segment, int]
     ]  # in order: (segment, number to add to its block indices)
 
@@ -168,22 +168,28 @@ class StepMemory:
 
         The estimate (planner/roofline.py) is for eager code, and does not change with --compile.
         """
-        return math.fsum(segment_seconds(segment, card) for segment, _ in self.placed_segments)
+        return math.fsum(
+            segment_seconds(segment, card) for segment, _ in self.segments_and_block_shifts
+        )
 
     @cached_property
-    def begins(self) -> list[int]:
+    def segment_starts(self) -> list[int]:
         """Numbers of the first operators of all segments, followed by len(self.timeline)."""
-        sizes = (len(segment.allocated_and_freed) for segment, _ in self.placed_segments)
+        sizes = (
+            len(segment.allocated_and_freed_by_kind)
+            for segment, _ in self.segments_and_block_shifts
+        )
         return list(accumulate(sizes, initial=0))
 
     @property
-    def op_work(self) -> np.recarray:
+    def work_by_op(self) -> np.recarray:
         """Array of OP_WORK_DTYPE with one row for each operator that reads or writes bytes."""
-        work = np.concatenate([segment.work for segment, _ in self.placed_segments]).view(
-            np.recarray
-        )
+        work = np.concatenate(
+            [segment.work_by_op for segment, _ in self.segments_and_block_shifts]
+        ).view(np.recarray)
         work.at += np.repeat(
-            self.begins[:-1], [len(segment.work) for segment, _ in self.placed_segments]
+            self.segment_starts[:-1],
+            [len(segment.work_by_op) for segment, _ in self.segments_and_block_shifts],
         )
         return work
 
@@ -192,17 +198,19 @@ class StepMemory:
         """Phases in order: (number of the first operator, phase, block that runs or None)."""
         return [
             (begin + at, phase, block if block is None else block + shift)
-            for begin, (segment, shift) in zip(self.begins, self.placed_segments, strict=False)
+            for begin, (segment, shift) in zip(
+                self.segment_starts, self.segments_and_block_shifts, strict=False
+            )
             for at, phase, block in segment.phase_marks
         ]
 
     @cached_property
     def timeline(self) -> np.ndarray:
         """Bytes of each kind after each operator: (operators + 1, len(KINDS)) int64."""
-        return bytes_by_op_and_kind(segment for segment, _ in self.placed_segments)
+        return bytes_by_op_and_kind(segment for segment, _ in self.segments_and_block_shifts)
 
     @cached_property
-    def total(self) -> np.ndarray:
+    def bytes_by_op(self) -> np.ndarray:
         """Bytes after each operator: (operators + 1,) int64."""
         return self.timeline.sum(axis=1)
 
@@ -210,43 +218,49 @@ class StepMemory:
     def peak(self) -> int:
         """Largest number of bytes that exist at any operator of the step."""
         peak = level = 0
-        for segment, _ in self.placed_segments:
+        for segment, _ in self.segments_and_block_shifts:
             peak, level = max(peak, level + segment.peak_increase), level + segment.net_bytes
         return peak
 
     @property
     def kept(self) -> int:
         """Bytes that blocks and head keep for backward when forward ends."""
-        return sum(segment.kept for segment, _ in self.placed_segments)
+        return sum(segment.kept_bytes for segment, _ in self.segments_and_block_shifts)
 
     @property
     def kept_per_block(self) -> float:
         """Bytes that a block keeps for backward, as the mean over all blocks."""
         of_blocks = [
-            segment for segment, _ in self.placed_segments if segment.phase_marks[0][2] is not None
+            segment
+            for segment, _ in self.segments_and_block_shifts
+            if segment.phase_marks[0][2] is not None
         ]
         n_blocks = len({block for *_, block in self.phase_marks} - {None})
-        return sum(segment.kept for segment in of_blocks) / max(1, n_blocks)
+        return sum(segment.kept_bytes for segment in of_blocks) / max(1, n_blocks)
 
     @property
     def offloaded_sizes(self) -> list[int]:
         """Bytes of each tensor that offload copies out."""
-        return [size for segment, _ in self.placed_segments for size in segment.offloaded_sizes]
+        return [
+            size
+            for segment, _ in self.segments_and_block_shifts
+            for size in segment.offloaded_sizes
+        ]
 
     @property
     def host_bytes(self) -> int:
         """Bytes of CPU memory that offload allocates. (On a CPU `peak` includes them.)"""
-        return sum(map(pinned_nbytes, self.offloaded_sizes))
+        return sum(map(pinned_bytes_needed, self.offloaded_sizes))
 
     @property
-    def at_peak(self) -> dict[str, int]:
+    def bytes_by_kind_at_peak(self) -> dict[str, int]:
         """Bytes of each kind at the peak: name of the kind -> bytes."""
-        return dict(zip(KINDS, self.timeline[self.total.argmax()].tolist(), strict=True))
+        return dict(zip(KINDS, self.timeline[self.bytes_by_op.argmax()].tolist(), strict=True))
 
     @property
     def peak_location(self) -> str:
         """Phase and block of the peak: "head", or "backward, block 11"."""
-        at = self.total.argmax()
+        at = self.bytes_by_op.argmax()
         _, phase, block = [place for place in self.phase_marks if place[0] <= at][-1]
         return phase if block is None else f"{phase}, block {block}"
 

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.profiler import profile
 from tqdm import tqdm
 
-from memory import RECOMPUTE_POLICIES, BlocksWithPolicies
+from memory import POLICY_NAMES, BlockCallsByPolicy
 from model import MiniGPT, MiniGPTConfig
 from planner.cards import CARDS, THIS_MACHINE, choose_card
 from planner.formulas import flops_per_token
@@ -53,11 +53,11 @@ from trainer.clocks import StepClock
 from trainer.device import choose_device, choose_precision, compile_blocks, set_matmul_precision
 from trainer.flags import (
     UsageError,
+    check_policy_string,
     flag,
     model_config,
     number_in_range,
     output_file,
-    policy_string,
     resolve_defaults,
     with_flags,
 )
@@ -91,8 +91,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument_group("benchmark").add_argument
     # fmt: off
-    add("--policies", nargs="+", type=policy_string, default=list(RECOMPUTE_POLICIES),
-        metavar="POLICY", help=f"(default: {' '.join(RECOMPUTE_POLICIES)})")
+    add("--policies", nargs="+", type=check_policy_string, default=list(POLICY_NAMES),
+        metavar="POLICY", help=f"(default: {' '.join(POLICY_NAMES)})")
     add("--steps", type=number_in_range(int, 1, 10**6), default=5, metavar="N",
         help="timed steps of each policy (default: %(default)s)")
     add("--json", type=output_file, metavar="FILE", help="write the raw numbers there")
@@ -180,7 +180,7 @@ def recorded_peak(run: Run) -> int:
     existing: list[Tensor] = list(run.model.parameters())
     existing += chain(*(state.values() for state in run.optimizer.state.values()))
     if isinstance(run.model, MiniGPT):  # count the CPU buffers of +offload, too
-        existing += cast(BlocksWithPolicies, run.model.blocks_with_recompute).offload_pool.buffers
+        existing += cast(BlockCallsByPolicy, run.model.blocks_with_recompute).offload_pool.buffers
     with profile(profile_memory=True) as profiler:
         timed_step(run)
     result: Any = profiler.profiler  # (the profiler's own tables have only sums)
@@ -239,7 +239,7 @@ def make_row(request: PlanRequest, measured: Row) -> Row:
     recomputed FLOPs count, too. Both follow Chowdhery et al., 2022, section 4.1. Both are None for
     a device without a data sheet.
     """
-    args, step = request.args, request.step
+    args, step = request.args, request.predicted_step
     step_s = statistics.median(measured["step_s_all"])
     tokens_per_s = args.batch_size * args.grad_accum_steps * args.seq_len / step_s
     share, card = None, request.card

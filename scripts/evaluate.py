@@ -32,9 +32,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tqdm import tqdm
 
 from data import DataError, TokenFile, Tokenizer
-from data.documents import TOKEN_SUFFIXES, iter_documents, suffix_of
+from data.documents import TOKEN_SUFFIXES, iter_chunked_documents, suffix_of
 from data.files import find_files
-from data.store import limit_total
+from data.store import take_up_to
 from model import MiniGPT
 from scripts import add_snapshot, cli_main, out_of_memory_as
 from scripts.style import about, write_json
@@ -56,7 +56,7 @@ def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         return
     if tokenizer.name == "toy":
         raise DataError(f"--val-data {path}: this model learned numbers, not text")
-    for document in iter_documents(path):
+    for document in iter_chunked_documents(path):
         yield np.array([tokenizer.eot_id], np.uint32)
         yield from map(tokenizer.encode, document)
 
@@ -79,9 +79,9 @@ def read_data(
         if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):
             process.print0("note: the run's data changed; the model may have trained on part of it")
         description = f"validation part of {data.description}"
-        pieces = chain.from_iterable(file.id_chunks(tokenizer) for file in data.val_files)
+        pieces = chain.from_iterable(file.id_chunks(tokenizer) for file in data.val_token_files)
     none = np.empty(0, np.uint16)  # (np.concatenate needs at least one array)
-    return description, np.concatenate([none, *limit_total(args.max_tokens or sys.maxsize, pieces)])
+    return description, np.concatenate([none, *take_up_to(args.max_tokens or sys.maxsize, pieces)])
 
 
 @torch.no_grad()

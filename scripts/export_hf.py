@@ -129,7 +129,7 @@ def check_is_gpt2(source: Pretrained) -> None:
     model.py computes GPT-2 if the tensors have GPT-2's names and shapes, and if the logits of some
     tokens agree with those of `gpt2_logits`.
     """
-    config, model = source.config, source.make_model(torch.device("cpu"))
+    config, model = source.config, source.make_model_with_weights(torch.device("cpu"))
     weights = {name: weight.float() for name, weight in source.weights.items()}
     ids = torch.arange(min(64, config.max_position_embeddings))[None] % config.vocab_size
     try:

@@ -19,14 +19,14 @@ import re
 
 import torch
 
-from memory import RECOMPUTE_POLICIES
+from memory import POLICY_NAMES
 from model import MiniGPTConfig
 from planner import Planner
 from planner.op_recorder import Storage
 from planner.record import read_source_line
 from scripts import cli_main
 from scripts.plan_table import align
-from trainer.flags import SHAPES, OneLineParser, number_in_range
+from trainer.flags import SHAPE_BY_MODEL, OneLineParser, number_in_range
 from trainer.metrics import format_bytes
 
 RESULT = ": x + feed_forward"  # a block's output, which is the next block's input
@@ -46,7 +46,7 @@ def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
     kept = [s for s in storages if s.kind == "activations" and s.born]
     # Select the output of the first block, which is the second block's input, and all tensors of
     # the second block except its output.
-    return [s for s in kept if (s.block == 1) != s.name.endswith(RESULT)]
+    return [s for s in kept if (s.block_index == 1) != s.name.endswith(RESULT)]
 
 
 def table(policy: str, tensors: list[Storage], unit: int) -> str:
@@ -78,17 +78,19 @@ def main(argv: list[str]) -> None:
     )
     add, size = parser.add_argument, number_in_range(int, 1, 10**6)
     # fmt: off
-    add("--policy", choices=RECOMPUTE_POLICIES, help="(default: all, one after the other)")
+    add("--policy", choices=POLICY_NAMES, help="(default: all, one after the other)")
     add("--batch-size", type=size, default=2, metavar="N", help="(default: %(default)s)")
     add("--seq-len", type=size, default=1024, metavar="N", help="(default: %(default)s)")
-    add("--model", choices=tuple(SHAPES), default="gpt2",
+    add("--model", choices=tuple(SHAPE_BY_MODEL), default="gpt2",
         help="model whose block to list (default: %(default)s)")
     add("--no-amp", action="store_true", help="float32 instead of bfloat16 autocast")
     # fmt: on
     args = parser.parse_args(argv)
-    args.d_model, args.n_heads = (SHAPES[args.model][name] for name in ("d_model", "n_heads"))
+    args.d_model, args.n_heads = (
+        SHAPE_BY_MODEL[args.model][name] for name in ("d_model", "n_heads")
+    )
     unit = args.batch_size * args.seq_len * args.d_model
-    for policy in [args.policy] if args.policy else RECOMPUTE_POLICIES:
+    for policy in [args.policy] if args.policy else POLICY_NAMES:
         print(table(policy, kept_by_one_block(policy, args), unit), end="\n\n", flush=True)
 
 

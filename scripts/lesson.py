@@ -36,10 +36,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from memory import RECOMPUTE_POLICIES
+from memory import POLICY_NAMES
 from model import MLP, MiniGPT, MiniGPTConfig
 from planner import KINDS, Planner, StepMemory
-from planner.formulas import head_bytes, recompute_cost_key
+from planner.formulas import head_bytes, recomputed_flops_key
 from scripts import cli_main
 from scripts.checkpoint_from_scratch import run_step
 from scripts.kept_tensors import kept_by_one_block, table
@@ -215,7 +215,7 @@ EXERCISES: dict[int, Exercise] = {
         ),
     ),
     10: Exercise(
-        choices=RECOMPUTE_POLICIES,
+        choices=POLICY_NAMES,
         why="16 bytes per parameter leave 2.1 GiB of the 4 GiB. A BTC is 9 MiB here, so 12 blocks "
         "of 18 BTC take 1.9 GiB. `auto` would also try policies for only some of the blocks.",
         hint="Subtract 16 bytes per parameter from 4 GiB. A BTC is 12 x 1,024 x 768 bytes, and "
@@ -402,7 +402,7 @@ def gradients_that_wait() -> Measured:
     }
     lines = ["when a forward begins               peak of the step"]
     for name, step in steps.items():
-        start = int(step.total[0])
+        start = int(step.bytes_by_op[0])
         each = f"{start / MIB:,.0f} MiB, {start / n_parameters:.0f} a parameter"
         lines.append(f"{each:<33}  {step.peak / MIB:6,.0f} MiB   {name}")
     # Compare the gradients, not all memory: a smaller batch also has fewer token ids.
@@ -412,7 +412,7 @@ def gradients_that_wait() -> Measured:
 
 def policy_for_a_card() -> Measured:
     """Compute answer 10: of the policies that fit in 4 GiB, the policy with the fewest FLOPs."""
-    steps = sorted(ways(RECOMPUTE_POLICIES), key=lambda s: recompute_cost_key(s.config, SEQ_LEN))
+    steps = sorted(ways(POLICY_NAMES), key=lambda s: recomputed_flops_key(s.config, SEQ_LEN))
     lines = ["policy     FLOPs      peak  in 4 GiB"]
     for step in steps:
         fits = "fits" if step.peak <= BUDGET else "no"

@@ -38,10 +38,10 @@ import numpy as np
 from tqdm import tqdm
 
 from memory import POLICIES as RECOMPUTE
-from memory import parse_config_recompute
+from memory import recompute_plan_of_config
 from model import MiniGPTConfig
 from planner import Card, StepMemory
-from planner.choose import pareto_frontier, rank_candidate_steps
+from planner.choose import pareto_frontier, simulate_policies_fastest_first
 from planner.formulas import flops_per_token
 from planner.op_recorder import Storage
 from planner.record import StepRecord, group_key, read_source_line
@@ -94,7 +94,9 @@ class Labels:
 
     def of(self, storage: Storage) -> int:
         """Return the number of a storage's label, which equal storages of other blocks share."""
-        texts = (relative(text, storage.block) for text in (storage.name, storage.reason_alive))
+        texts = (
+            relative(text, storage.block_index) for text in (storage.name, storage.reason_alive)
+        )
         shape = " x ".join(f"{n:,}" for n in storage.shape) or "one number"
         dtype, line = str(storage.dtype).removeprefix("torch."), self.lines[storage.line]
         kind, (group, _) = [*COLORS].index(storage.kind), group_key(storage)
@@ -126,7 +128,7 @@ def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
     step = record.step_memory
     needed, _ = flops_per_token(step.config, step.seq_len)
     flops = np.zeros(len(step.timeline) + 1)
-    np.add.at(flops, step.op_work.at, step.op_work.flops * step.op_work.times)
+    np.add.at(flops, step.work_by_op.at, step.work_by_op.flops * step.work_by_op.times)
     step_flops = needed * step.batch_size * step.seq_len
     starts, x = [0], [0.0]
     for phase, _, begins, end in phase_intervals(step):
@@ -139,7 +141,7 @@ def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
 def along_seconds(record: StepRecord, card: Card) -> tuple[list[int], list[float]]:
     """Return two lists: the number of each operator that takes time, and its position on the
     horizontal axis in predicted seconds. The last entries are the end of the step."""
-    op_work = record.step_memory.op_work
+    op_work = record.step_memory.work_by_op
     each = seconds_of_each_op(op_work, card) * op_work.times
     return [*op_work.at.tolist(), len(record.step_memory.timeline)], [0.0, *each.cumsum()]
 
@@ -147,7 +149,7 @@ def along_seconds(record: StepRecord, card: Card) -> tuple[list[int], list[float
 def trainer_flags(config: MiniGPTConfig) -> str:
     """Return the trainer flags that select the policy and the chunks of `config`."""
     chunks = f" --loss-chunks {config.loss_chunks}" if config.loss_chunks else ""
-    if config.mlp_chunks != 1 and parse_config_recompute(config).supports_mlp_chunks:
+    if config.mlp_chunks != 1 and recompute_plan_of_config(config).supports_mlp_chunks:
         chunks += f" --mlp-chunks {config.mlp_chunks}"
     return f"--use-activation-checkpoint {config.recompute}{chunks}"
 
@@ -175,7 +177,7 @@ def step_data(
         "places": [[at, phase, block] for at, phase, block in step.phase_marks],
         "replays": replays.reshape(-1, 2).tolist(),
         "label": [labels.of(storage) for storage in record.storages],
-        "block": [-1 if s.block is None else s.block for s in record.storages],
+        "block": [-1 if s.block_index is None else s.block_index for s in record.storages],
         "born": [b - a for a, b in pairwise([0, *born])],
         "life": ends,
     }
@@ -220,9 +222,9 @@ def page_data(args: argparse.Namespace) -> dict[str, Any]:
         if has_budget
         else "no budget given (the dashed line is an example)",
     ]
-    if (times := int(record.step_memory.op_work.times.max())) > 1:
+    if (times := int(record.step_memory.work_by_op.times.max())) > 1:
         about.append(f"showing three of the head's {times + 2:,} chunks")
-    ways = pareto_frontier(rank_candidate_steps(request.planner, args.batch_size, card))
+    ways = pareto_frontier(simulate_policies_fastest_first(request.planner, args.batch_size, card))
     return {
         "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",

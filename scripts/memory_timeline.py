@@ -42,7 +42,7 @@ from scripts.style import (
     save_picture,
 )
 from trainer import flags
-from trainer.flags import UsageError, output_file, policy_string
+from trainer.flags import UsageError, check_policy_string, output_file
 from trainer.metrics import format_bytes
 from trainer.plan import PlanRequest, make_request
 from trainer.pretrained import open_init_from
@@ -78,7 +78,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def policy_or_plain(text: str) -> str:
-    return text if text in POLICIES else policy_string(text)
+    return text if text in POLICIES else check_policy_string(text)
 
 
 def record_all(args: argparse.Namespace) -> tuple[PlanRequest, dict[str, StepRecord]]:
@@ -109,10 +109,10 @@ def draw(plt: Any, request: PlanRequest, records: dict[str, StepRecord]) -> Any:
     figure, axes = plt.subplots(len(records), 1, figsize=(WIDTH, height), squeeze=False)
     for axis, (name, record) in zip(axes.flat, records.items(), strict=True):
         step = record.step_memory
-        x = np.interp(range(len(step.total)), *along_flops(record))
+        x = np.interp(range(len(step.bytes_by_op)), *along_flops(record))
         layers = [step.timeline[:, KINDS.index(kind)] / size for kind in COLORS]
         areas = axis.stackplot(x, layers, colors=COLORS.values(), step="post", linewidth=0)
-        axis.plot(x[step.total.argmax()], step.peak / size, "v", color="black", markersize=6)
+        axis.plot(x[step.bytes_by_op.argmax()], step.peak / size, "v", color="black", markersize=6)
         axis.set(title=title(name, step), ylabel=unit)
         axis.set(xlim=(0, right), ylim=(0, 1.15 * max_peak / size))
         name_phases(axis, x, step)

@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from memory import format_recompute_plan
 from planner.cards import THIS_MACHINE
-from planner.formulas import closed_form_bytes, count_parameters
+from planner.formulas import closed_form_bytes_by_part, count_parameters
 from planner.operators import MATMUL_DTYPES
 from planner.record import StepRecord
 from planner.shards import state_bytes_per_rank
@@ -213,7 +213,9 @@ def verdict(request: PlanRequest, taken: Candidate | None, table: list[Candidate
     change, knob = request.advice_and_change()
     if taken:  # another change may be cheaper than offloading
         if knob and "+offload" not in knob.flags.get("use_activation_checkpoint", ""):
-            lines.insert(0, f"or, instead of offloading, {knob.command} ({knob.cost_in_words})")
+            lines.insert(
+                0, f"or, instead of offloading, {knob.flags_as_text} ({knob.cost_in_words})"
+            )
         return lines
     tight = " with a margin" * any(row.fits for row in table)
     lines = [f"nothing fits{tight}; {change}"]
@@ -285,7 +287,7 @@ def plan(request: PlanRequest, bar: tqdm) -> dict[str, Any]:
         if (
             taken
             and taken.longest is None
-            and (instead := request.advise_smaller_batch(taken.step))
+            and (instead := request.advise_batch_without_recompute(taken.step))
         ):
             bar.write(f"note     {instead}\n")
     if (settings or table) and (note := request.planner.inaccuracy_note):
@@ -326,7 +328,7 @@ def as_json(
         "run": run,
         "optimizer": args.optimizer,
         "moments_dtype": args.moments_dtype,
-        "closed_form_bytes": closed_form_bytes(config, *shape, *moments),
+        "closed_form": closed_form_bytes_by_part(config, *shape, *moments),
         "rows": [candidate.as_json(args) for candidate in table],
         "if_out_of_memory": [
             {

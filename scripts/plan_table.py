@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from statistics import mode
 from typing import Any
 
-from memory import parse_config_recompute
+from memory import recompute_plan_of_config
 from planner import StepMemory
-from planner.choose import nested_policies, uniform_policies
-from planner.formulas import recompute_cost_key
+from planner.choose import nested_checkpoint_policies, uniform_policies
+from planner.formulas import recomputed_flops_key
 from planner.op_recorder import Storage
 from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_key, read_source_line
 from scripts.style import relative_flops
@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def offloaded(self) -> bool:
-        return parse_config_recompute(self.step.config).offload
+        return recompute_plan_of_config(self.step.config).offload
 
     @property
     def largest_batch(self) -> int | None:
@@ -75,9 +75,9 @@ class Candidate:
     @property
     def cost(self) -> tuple[float, float]:
         """Sort key; smaller is better. With a card: (seconds, peak bytes). Without a card:
-        `recompute_cost_key`."""
+        `recomputed_flops_key`."""
         if self.seconds is None:
-            return recompute_cost_key(self.step.config, self.step.seq_len)
+            return recomputed_flops_key(self.step.config, self.step.seq_len)
         return self.seconds, self.step.peak
 
     def changes(self, args: argparse.Namespace) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Candidate:
             "grad_accum_steps": self.request.args.grad_accum_steps,
             "seq_len": step.seq_len,
             "peak_bytes": step.peak,
-            "at_peak": step.at_peak,
+            "at_peak": step.bytes_by_kind_at_peak,
             "where": step.peak_location,
             "host_bytes": step.host_bytes,
             "kept_bytes": step.kept,
@@ -120,7 +120,13 @@ class Candidate:
 def candidate_of(request: PlanRequest, **flags: Any) -> Candidate:
     """Simulate the step of the request with `flags` changed; return it as a candidate."""
     request = request.with_args(with_flags(request.args, **flags))
-    step, budget, seconds, speed, fits = request.step, request.memory_budget, None, None, None
+    step, budget, seconds, speed, fits = (
+        request.predicted_step,
+        request.memory_budget,
+        None,
+        None,
+        None,
+    )
     if request.card:
         seconds, speed = request.seconds(step), request.tokens_per_s(step)
     if budget.limit_bytes is not None:
@@ -145,9 +151,9 @@ def policy_table(request: PlanRequest) -> list[Candidate]:
     names = [*uniform_policies(request.planner), OFFLOAD_POLICY]
     taken = request.step_with_best_policy().config
     if request.args.longest_sequence:
-        names[-1:-1] = nested_policies(request.args.n_layers)
+        names[-1:-1] = nested_checkpoint_policies(request.args.n_layers)
     if taken.recompute not in names:
-        plan = parse_config_recompute(taken)
+        plan = recompute_plan_of_config(taken)
         before = OFFLOAD_POLICY if plan.nested else plan.policies[0]
         names.insert(names.index(before), taken.recompute)
     candidates = [candidate_of(request, use_activation_checkpoint=name) for name in names]
@@ -257,7 +263,7 @@ def longest_sequence(request: PlanRequest) -> int:
     args = request.args
 
     def peak(n: int) -> int:
-        return request.with_args(with_length(args, n * STEP)).step.peak
+        return request.with_args(with_length(args, n * STEP)).predicted_step.peak
 
     if request.state_bytes > request.usable_bytes:
         return 0

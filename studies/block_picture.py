@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from memory import RECOMPUTE_POLICIES
+from memory import POLICY_NAMES
 from planner.op_recorder import Storage
 from scripts import cli_main
 from scripts.benchmark import table
@@ -66,7 +66,7 @@ def name_of(storage: Storage) -> str | None:
     """Return a storage's name in the picture; None for a storage of another block, a copy of a
     weight, or a tensor that no policy keeps."""
     name = re.sub(r"\bblocks\.\d+(\.|: )", "", storage.name)
-    return NAMES.get(name) if storage.block == BLOCK - (name == RESULT) else None
+    return NAMES.get(name) if storage.block_index == BLOCK - (name == RESULT) else None
 
 
 def look(policy: str) -> list[BlockTensor]:
@@ -170,7 +170,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=output_file, metavar="FILE", help="file of the picture")
     args = parser.parse_args(argv)
     plt = load_pyplot("--out") if args.out else None
-    blocks = {policy: look(policy) for policy in RECOMPUTE_POLICIES}
+    blocks = {policy: look(policy) for policy in POLICY_NAMES}
     print(text_table(blocks))
     if plt:
         save_picture(draw(plt, blocks), args.out, {"Description": text_table(blocks)})

@@ -10,7 +10,7 @@ from memory import head
 from memory.policies import POLICIES
 from planner.cards import CARDS, GIB, device_type
 from trainer import optimizer
-from trainer.flags import SHAPES
+from trainer.flags import SHAPE_BY_MODEL
 
 SCRIPT = Path(__file__).parent.parent / "docs/calculator.js"
 BEGIN, END = "// ---- Tables", "// ---- What"
@@ -31,7 +31,7 @@ def tables() -> str:
         if device_type(card) == "cuda"
     }
     recompute = {
-        name: [p.saved_tensor_names, p.recomputed_layers, p.by_operator]
+        name: [p.saved_tensor_names, p.recomputed_matmul_names, p.by_operator]
         for name, p in POLICIES.items()
     }
     return f"""{BEGIN}, written by `python -m studies.calculator_tables`
@@ -42,7 +42,7 @@ const RECOMPUTE = {{ // policy: what it keeps beside a mask, multiplies twice; b
 const POLICIES = Object.keys(RECOMPUTE), words = (text) => text.match(/\\w+/g) ?? [];
 const kept = (p) => words(RECOMPUTE[p][0]), twice = (p) => words(RECOMPUTE[p][1]);
 const SHAPES = {{
-{entries(SHAPES, 1)}
+{entries(SHAPE_BY_MODEL, 1)}
 }};
 const CARDS = {{ // GiB. (Not Apple's: no formula here has the scores that attention keeps there.)
 {entries(memory, 5)}

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
 import train_minimal
-from memory import RECOMPUTE_POLICIES
+from memory import POLICY_NAMES
 from memory.head import head_loss
 from model import MiniGPT, MiniGPTConfig
 from model import head_loss as plain_loss
@@ -148,7 +148,7 @@ def steps(bench: Bench) -> Jobs:
     compiled = f"{eager} --compile"
     sizes = bench.pick(["--batch-size 2", eager], [eager])
     jobs = [
-        *product(bench.pick(RECOMPUTE_POLICIES, ("none", "full")), sizes),
+        *product(bench.pick(POLICY_NAMES, ("none", "full")), sizes),
         *product(bench.pick(("none", "cheap", "mlp", "sdpa", "full"), ("full",)), [compiled]),
         *product(bench.peers, [eager, compiled]),
         ("full+offload", "--batch-size 4"),
@@ -249,7 +249,7 @@ def rescued_step(bench: Bench, policy: str, in_holes: bool) -> Values:
         request.planner.step(args.batch_size, recompute=name).peak for name in (policy, "full")
     ]
     run = make_run(args, bench.device)
-    run.run_identity, run.find_smaller_step = (
+    run.snapshot_metadata, run.find_deeper_recompute_step = (
         {"config": {}},
         partial(step_with_deeper_recompute, request),
     )

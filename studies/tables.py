@@ -34,7 +34,7 @@ from scripts.plan_table import (
 )
 from scripts.style import about, write_json
 from studies.common import study_parser
-from trainer.flags import SHAPES, output_file
+from trainer.flags import SHAPE_BY_MODEL, output_file
 from trainer.metrics import format_bytes
 
 Rows = list[dict[str, Any]]
@@ -112,7 +112,7 @@ SETTING = (
 def card_row(name: str) -> dict[str, Any]:
     """Return a row: for each model the largest micro-batches, one for each entry of SPENT (0: not
     one sequence fits), and the fastest settings for the largest model that trains on this card."""
-    flags = {model: f"--card {name.replace(' ', '-')} --model {model}" for model in SHAPES}
+    flags = {model: f"--card {name.replace(' ', '-')} --model {model}" for model in SHAPE_BY_MODEL}
     batches = {
         model: [
             plan(f"{words} --batch-size 1 --loss-chunks {chunks}", policy).largest_batch
@@ -121,7 +121,9 @@ def card_row(name: str) -> dict[str, Any]:
         for model, words in flags.items()
     }
     fit = (
-        plan(f"{flags[model]} {STEP}").request for model in reversed(SHAPES) if batches[model][-1]
+        plan(f"{flags[model]} {STEP}").request
+        for model in reversed(SHAPE_BY_MODEL)
+        if batches[model][-1]
     )
     best = next(settings[0] for settings in map(search_settings, fit) if settings)
     row = best.as_json(best.request.args) | {"model": best.request.args.model}
@@ -156,7 +158,7 @@ def format_cards(rows: Rows) -> str:
         alike[tuple(cell.replace("0 / 0 / 0", "-") for cell in sizes)].append(row["card"])
     header = ("card", "largest model", "a step", "policy", "peak", "tokens/s", "1B tokens")
     batches = ([", ".join(names), *cells] for cells, names in alike.items())
-    models = (f"`{model}`" for model in SHAPES)
+    models = (f"`{model}`" for model in SHAPE_BY_MODEL)
     return f"{table(header, fastest)}\n\n{table(['', *models], batches)}"
 
 

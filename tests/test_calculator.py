@@ -13,7 +13,7 @@ from planner.formulas import count_parameters, flops_per_token
 from scripts import memory_page, plan_memory
 from studies.calculator_tables import tables
 from trainer.device import without_margin
-from trainer.flags import SHAPES, model_config
+from trainer.flags import SHAPE_BY_MODEL, model_config
 from trainer.optimizer import make_optimizer
 from trainer.plan import vocab_size_of
 from trainer.process import OneProcess
@@ -82,7 +82,7 @@ def test_a_peak_is_the_planners(part, request):
         assert peak["bytes"] == sum(peak["parts"].values())
         assert peak["where"] == step.peak_location, shape
         assert peak["bytes"] == pytest.approx(step.peak, rel=0.002), shape
-        parts = merged(step.at_peak)
+        parts = merged(step.bytes_by_kind_at_peak)
         assert merged(peak["parts"]) == pytest.approx(parts, abs=0.002 * step.peak), shape
 
 
@@ -108,7 +108,7 @@ def states(n: int) -> list[dict]:
     for i, shape in enumerate(map(as_page, random_shapes(n, seed=7))):
         state = {name: shape[letter] for name, letter in CONTROLS.items()}
         if i % 3 == 0:
-            layers, heads, width = list(SHAPES.values())[i % 4].values()
+            layers, heads, width = list(SHAPE_BY_MODEL.values())[i % 4].values()
             state |= {"layers": layers, "heads": heads, "width": width}
             state |= {"blocks": layers, "mlp": 4 * width}
         state |= {

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 from harness.calculator import PAGE, SCRIPT
 
-from memory import RECOMPUTE_POLICIES
+from memory import POLICY_NAMES
 from planner import CARDS
 from planner.cards import device_type
 from scripts.style import COLORS
@@ -83,7 +83,7 @@ def check(page) -> dict:
         assert told == [text(its["bytes"]), f"× {flops:.2f}"]
         assert (int(batch.replace(",", "")) >= shape["B"]) == (its["bytes"] <= safe)
         if its["bytes"] <= safe:
-            fitting.append((flops, RECOMPUTE_POLICIES.index(policy), policy))
+            fitting.append((flops, POLICY_NAMES.index(policy), policy))
     first = [f" {policy}" for *_, policy in sorted(fitting)[:1]]  # the least that is done twice
     assert page.locator(".first").all_inner_texts() == first
     return shape

@@ -23,7 +23,7 @@ from harness.runs import (
 from test_recompute import step
 
 import train_minimal
-from memory import RECOMPUTE_POLICIES
+from memory import POLICY_NAMES
 from model import MiniGPT, MiniGPTConfig
 from scripts import evaluate, export_hf, generate, plan_memory
 from trainer.flags import UsageError
@@ -45,7 +45,7 @@ def change(monkeypatch):
 
 # ---- policies follow the block
 
-WAYS = [{"recompute": policy} for policy in RECOMPUTE_POLICIES[1:]]
+WAYS = [{"recompute": policy} for policy in POLICY_NAMES[1:]]
 WAYS += [{"recompute": "mlp:1,cheap"}, {"recompute": "full/2"}, {"recompute": "full/2+nested"}]
 WAYS += [{"recompute": "full+offload"}, {"recompute": "cheap+offload"}]
 IN_CHUNKS = [{"recompute": policy, "mlp_chunks": 2} for policy in ("mlp", "full", "sdpa")]
@@ -106,7 +106,7 @@ def test_what_a_policy_cannot_follow_is_refused(name, dropout, compare):
     assert compare(name, dropout, "fp32") >= {*REFUSED[name][dropout > 0].split()}
 
 
-@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_frozen_weight_or_a_short_sequence_is_no_difference(policy):
     model = make("relu_squared", replace(SHAPE, max_position_embeddings=3, recompute=policy))
     model.blocks[0].ln_1.bias.requires_grad_(False)
@@ -159,7 +159,7 @@ def test_processes_together_learn_what_one_does(names):
         *zip(
             [*FEW, "wider_inside"], [["cheap"], ["full"], ["none"], ["qkv"], ["mlp"]], strict=True
         ),
-        *(pytest.param(name, [*RECOMPUTE_POLICIES, "full/2"], marks=slow) for name in FOLLOWED),
+        *(pytest.param(name, [*POLICY_NAMES, "full/2"], marks=slow) for name in FOLLOWED),
     ],
 )
 def test_the_memory_of_a_changed_model_is_planned(name, ways, change):

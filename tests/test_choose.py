@@ -8,17 +8,17 @@ import pytest
 from cases.shapes import WIDE, T
 from harness.planned import CARD, measured_peak, planner
 
-from memory import parse_config_recompute
-from memory.policies import RECOMPUTE_POLICIES, parse_recompute_plan
+from memory import recompute_plan_of_config
+from memory.policies import POLICY_NAMES, parse_recompute_plan
 from planner.choose import (
     UNIFORM_POLICIES,
     enumerate_policy_strings,
-    nested_policies,
+    nested_checkpoint_policies,
     pick_fastest_fitting_step,
-    rank_candidate_steps,
+    simulate_policies_fastest_first,
     uniform_policies,
 )
-from planner.formulas import recompute_cost_key
+from planner.formulas import recomputed_flops_key
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
@@ -28,14 +28,14 @@ def test_auto_takes_the_cheapest_that_fits():
     policies at all layer counts."""
     config, batch_size = replace(WIDE, n_layers=3), 24
     plan = planner(config)
-    ways = rank_candidate_steps(plan, batch_size)
+    ways = simulate_policies_fastest_first(plan, batch_size)
     peaks = [way.peak for way in ways]
-    costs = [recompute_cost_key(way.config, T) for way in ways]
+    costs = [recomputed_flops_key(way.config, T) for way in ways]
     for budget in np.linspace(min(peaks), max(peaks), 4).astype(int).tolist():
         taken = pick_fastest_fitting_step(plan, batch_size, budget)
         assert measured_peak(taken.config, batch_size) <= budget
         best = min(cost for cost, peak in zip(costs, peaks, strict=True) if peak <= budget)
-        assert recompute_cost_key(taken.config, T) == best
+        assert recomputed_flops_key(taken.config, T) == best
     assert pick_fastest_fitting_step(plan, batch_size, max(peaks)).config.recompute == "none"
     nothing = pick_fastest_fitting_step(plan, batch_size, min(peaks) - 1)
     assert nothing.peak == min(peaks)
@@ -45,8 +45,10 @@ def test_auto_nests_groups_where_nothing_else_fits():
     """The faster of two sizes if both do; never over, by an independent tracker."""
     config, batch_size = replace(WIDE, n_layers=11), 24
     plan = planner(config)
-    least = min(way.peak for way in rank_candidate_steps(plan, batch_size))
-    faster, slower = (plan.step(batch_size, recompute=way) for way in nested_policies(11))
+    least = min(way.peak for way in simulate_policies_fastest_first(plan, batch_size))
+    faster, slower = (
+        plan.step(batch_size, recompute=way) for way in nested_checkpoint_policies(11)
+    )
     assert faster.peak < least and slower.peak < least
     assert faster.seconds(CARD) < slower.seconds(CARD)
     assert "nested" not in pick_fastest_fitting_step(plan, batch_size, least).config.recompute
@@ -62,7 +64,8 @@ def test_nested_groups_are_those_with_the_fewest_inputs():
     for n_layers in range(1, 200):
         inputs = {K: K + math.ceil(n_layers / K) for K in range(1, n_layers + 1)}
         sizes = [
-            parse_recompute_plan(way, n_layers).group_size for way in nested_policies(n_layers)
+            parse_recompute_plan(way, n_layers).group_size
+            for way in nested_checkpoint_policies(n_layers)
         ]
         assert sizes == sorted(sizes) and bool(sizes) == (min(inputs.values()) < n_layers)
         assert all(inputs[K] == min(inputs.values()) for K in sizes)
@@ -75,8 +78,8 @@ def test_what_keeps_attentions_result_is_not_offered_where_there_is_none():
     assert {*UNIFORM_POLICIES} - {*uniform_policies(plan)} == {"sdpa", "selective"}
     names = {
         name
-        for way in rank_candidate_steps(plan, 24)
-        for name in parse_config_recompute(way.config).policies
+        for way in simulate_policies_fastest_first(plan, 24)
+        for name in recompute_plan_of_config(way.config).policies
     }
     assert not names & {"sdpa", "selective"}
 
@@ -84,7 +87,7 @@ def test_what_keeps_attentions_result_is_not_offered_where_there_is_none():
 def test_all_names_are_all():
     """By what they say of each block."""
     n, found = (
-        len(RECOMPUTE_POLICIES),
+        len(POLICY_NAMES),
         [parse_recompute_plan(name, 4)[:2] for name in enumerate_policy_strings(4)],
     )
     one_or_two, in_groups = n + 3 * (n - 1) ** 2, n

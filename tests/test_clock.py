@@ -104,7 +104,7 @@ def test_a_roofline_by_hand():
     thousand = work_of(torch.mm, *square)
     in_bfloat16 = work_of(torch.mm, *square, dtype=torch.bfloat16)
     speeds = ((1e6, 2e6), (3e6, 4e6), (5e6, 6e6))  # of attention and its backward, if measured
-    measured = replace(SIMPLE, launch_s=0, attention_flops_per_s=speeds)
+    measured = replace(SIMPLE, launch_s=0, attention=speeds)
     backward = work_of(attend_backward, *[HEADS] * 4, HEADS[:3], dtype=torch.bfloat16)
     microseconds = [
         # 3 x 4 MB at 1 GB/s, which takes longer than 2 GFLOP at 1 TFLOP/s

@@ -180,7 +180,7 @@ def test_every_byte_in_the_split_of_the_rule(tmp_path_factory, documents, ratio,
             (folder / f"{i:02}.txt").write_bytes(mark + document)
     with patch.object(documents_module, "CHUNK", 50):
         data = load(folder / "cache", folder, val_ratio=ratio)
-    train, val = texts(data.train_files), texts(data.val_files)
+    train, val = texts(data.train_token_files), texts(data.val_token_files)
     if n * ratio >= 1:  # every 1 / ratio-th
         turns = [int((i + 1) * ratio) > int(i * ratio) for i in range(n)]
         assert val == [whole for whole, turn in zip(wholes, turns, strict=True) if turn]
@@ -214,10 +214,12 @@ def test_token_files_are_read_in_place(cache, tmp_path, name, dtype, content) ->
         (tmp_path / name).write_bytes(content(tokens))
         data, cut = load(cache, tmp_path / name), n - max(1, n // 10)
         assert (
-            ids(data.train_files) == tokens[:cut].tolist()
-            and ids(data.val_files) == tokens[cut:].tolist()
+            ids(data.train_token_files) == tokens[:cut].tolist()
+            and ids(data.val_token_files) == tokens[cut:].tolist()
         )
-        assert {file.path for file in data.train_files + data.val_files} == {tmp_path / name}
+        assert {file.path for file in data.train_token_files + data.val_token_files} == {
+            tmp_path / name
+        }
     assert not cache.exists()
 
 
@@ -225,13 +227,13 @@ def test_token_files_named_val_validate_and_a_tail_spans_files(cache) -> None:
     for name, first in (("fineweb_train_1", 0), ("fineweb_train_2", 50), ("fineweb_val_0", 100)):
         np.arange(first, first + 50, dtype=np.uint16).tofile(f"{name}.bin")
     data = load(cache, ".")
-    assert ids(data.train_files) == list(range(100)) and ids(data.val_files) == list(
+    assert ids(data.train_token_files) == list(range(100)) and ids(data.val_token_files) == list(
         range(100, 150)
     )
     os.rename("fineweb_val_0.bin", "fineweb_train_3.bin")
     for n in (75, 10):
         data = load(cache, "*.bin", val_ratio=0.5, max_tokens=None if n == 75 else n)
-        assert ids(data.train_files) == list(range(n)) and ids(data.val_files) == list(
+        assert ids(data.train_token_files) == list(range(n)) and ids(data.val_token_files) == list(
             range(75, 75 + n)
         )
 
@@ -255,7 +257,7 @@ def test_toy_data_can_be_learned_down_to_ln_4(cache, vocab_size: int) -> None:
     """Each id has four successors, which are as frequent as each other."""
     options = {"use_toy_data": True, "vocab_size": vocab_size, "tokenizer_name": None}
     data = load(cache, max_tokens=60_000, **options)
-    walk = np.array(ids(data.train_files) + ids(data.val_files))
+    walk = np.array(ids(data.train_token_files) + ids(data.val_token_files))
     assert len(walk) == 120_000 and walk.max() < vocab_size == data.tokenizer.vocab_size
     pairs, counts = np.unique(np.stack([walk[:-1], walk[1:]]), axis=1, return_counts=True)
     assert np.unique(pairs[0], return_counts=True)[1].max() == 4
@@ -267,7 +269,7 @@ def test_the_built_in_corpus_is_python_source(cache, monkeypatch) -> None:
     data = load(cache, tokenizer_name=None, vocab_size=260, max_tokens=100_000)
     assert data.tokenizer.name == "bpe" and data.tokenizer.vocab_size == 260
     assert re.search(r"standard library: \d{3} documents, \d.\d\d MB; 100,000 ", data.description)
-    assert "def " in data.tokenizer.decode(ids(data.train_files)[:50_000])
+    assert "def " in data.tokenizer.decode(ids(data.train_token_files)[:50_000])
 
 
 # ---- The cache
@@ -304,7 +306,7 @@ def never(*args: Any) -> None:
 def read(data: Dataset) -> list[str]:
     """The text of each part, which must be one document, as its tokenizer has it."""
     found = []
-    for part in (data.train_files, data.val_files):
+    for part in (data.train_token_files, data.val_token_files):
         found.append(data.tokenizer.decode(ids(part)[1:]))
         assert ids(part) == [data.tokenizer.eot_id, *data.tokenizer.encode(found[-1]).tolist()]
     return found
@@ -479,7 +481,7 @@ def test_batches_are_those_of_a_plain_sampler(tmp_path_factory, lengths, B, T, s
         found += train[number][0][:, 0].tolist()
     firsts = [window[0] for window in windows]
     assert [sorted(found[i : i + n]) for i in (0, n, 2 * n)] == [firsts] * 3
-    assert train.epoch(n) == B and train.n_windows == n
+    assert train.epochs_before(n) == B and train.n_windows == n
 
     val = ValBatches(files, B, T, max_tokens, CPU)
     count = n if max_tokens == 0 else 1 if max_tokens < T else min(n, max_tokens // T)

@@ -8,7 +8,7 @@ from cases.shapes import CONFIG
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from memory import RECOMPUTE_POLICIES, parse_config_recompute
+from memory import POLICY_NAMES, recompute_plan_of_config
 from memory.policies import format_recompute_plan, parse_recompute_plan
 from planner.formulas import count_parameters
 from trainer.flags import (
@@ -137,7 +137,7 @@ def test_in_steps(flags, processes, steps, warm_up):
 
 # ---- the policy string: what it says, how it is written
 
-WORDS = st.sampled_from(RECOMPUTE_POLICIES)
+WORDS = st.sampled_from(POLICY_NAMES)
 STRINGS = st.builds(
     "{}{}{}{}{}".format,
     WORDS,
@@ -161,8 +161,8 @@ def test_what_is_written_says_the_same_and_is_the_shortest(text, n_layers):
     with pytest.raises(ValueError, match="no policy string"):  # a third policy between two
         format_recompute_plan(found._replace(policies=("mlp", "cheap", "mlp")))
     config = replace(CONFIG, n_layers=n_layers, recompute=text)
-    assert config.recompute == written and parse_config_recompute(config) == found
-    assert sum(blocks for _, blocks in found.policies_by_group) == n_layers
+    assert config.recompute == written and recompute_plan_of_config(config) == found
+    assert sum(blocks for _, blocks in found.group_policies_and_sizes) == n_layers
     typed = resolve_defaults(parse(f"--use-activation-checkpoint {text} --n-layers={n_layers}"))
     assert model_config(typed, 97).recompute == written
 

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import train_minimal
 from data import TokenFile, TrainBatches
-from memory import RECOMPUTE_POLICIES
+from memory import POLICY_NAMES
 from model import MiniGPT
 from planner import Planner
 from scripts.benchmark import make_run, timed_step
@@ -81,7 +81,7 @@ def test_policies_give_the_same_bits():
     """With masks of dropout that the GPU's own kernels draw."""
     plain = weights("none")
     assert not same(weights("none", "--seed 2"), plain)
-    for policy in RECOMPUTE_POLICIES[1:]:
+    for policy in POLICY_NAMES[1:]:
         for way in (policy, f"{policy}+offload"):
             assert same(weights(way), plain), way
 

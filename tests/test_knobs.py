@@ -60,7 +60,7 @@ def test_what_it_says_fits_and_nothing_cheaper_does():
     args = parse(f"{SHAPE} --n-layers 6 --d-model 32 --grad-accum-steps 2")
     plain, known = PlanRequest(args, 61, CPU, torch.float32), []
     for share in (0.9, 0.3, 0.1, 0.01):
-        budget = plain.state_bytes + share * (plain.step.peak - plain.state_bytes)
+        budget = plain.state_bytes + share * (plain.predicted_step.peak - plain.state_bytes)
         asked = replace(plain, memory_budget=room_for(budget))
         said, knob = asked.advice_and_change()
         if knob is None:
@@ -70,9 +70,9 @@ def test_what_it_says_fits_and_nothing_cheaper_does():
                 and "--seq-len" in said
             )
             continue
-        step = asked.with_args(with_flags(args, **knob.flags)).step
-        assert step.peak <= asked.usable_bytes and said.startswith(f"{knob.command} fits (")
-        assert (asked.fastest_fitting_step() is None) == (knob.flags.keys() != {POLICY_FLAG})
+        step = asked.with_args(with_flags(args, **knob.flags)).predicted_step
+        assert step.peak <= asked.usable_bytes and said.startswith(f"{knob.flags_as_text} fits (")
+        assert (asked.step_with_fitting_policy() is None) == (knob.flags.keys() != {POLICY_FLAG})
         known.append(sorted(knob.flags.keys() - {POLICY_FLAG, "grad_accum_steps"}))
     assert known == [[], [], ["batch_size"]]
 
@@ -98,7 +98,7 @@ def words(flags: str = "", processes: int = 1, snapshot: int = 0) -> str:
 
 
 def peak(flags: str = "") -> int:
-    return PlanRequest(parse(f"{SHAPE} {flags}"), 61, CPU, torch.float32).step.peak
+    return PlanRequest(parse(f"{SHAPE} {flags}"), 61, CPU, torch.float32).predicted_step.peak
 
 
 @pytest.mark.parametrize(

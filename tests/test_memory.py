@@ -13,9 +13,9 @@ from test_model import random_ids
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from memory import POLICIES, parse_config_recompute
+from memory import POLICIES, recompute_plan_of_config
 from model import MiniGPT, MiniGPTConfig
-from planner.formulas import closed_form_bytes, flops_per_token, state_bytes
+from planner.formulas import closed_form_bytes_by_part, flops_per_token, state_bytes
 from planner.operators import cublas_workspace_bytes
 from planner.timeline import KINDS
 from trainer.optimizer import make_optimizer
@@ -105,11 +105,11 @@ def test_mps_keeps_attentions_scores(policy, dropout):
 def test_inside_of_a_gpus_kernels(precision, each, monkeypatch):
     """While attention's backward runs: dq_accum and softmax_d; T = 32 and D = 16 are rounded up."""
     monkeypatch.setattr("planner.step.cublas_workspace_bytes", lambda: 1000)
-    with_kernels = planner(CONFIG, precision, device_type="cuda").step(5, **FULL).total
+    with_kernels = planner(CONFIG, precision, device_type="cuda").step(5, **FULL).bytes_by_op
     monkeypatch.setattr("planner.step.kernel_workspace_bytes", lambda operator, args: 0)
     monkeypatch.setattr("planner.step.cublas_workspace_bytes", lambda: 0)
     without = planner(CONFIG, precision, device_type="cuda").step(5, **FULL)
-    more = with_kernels - without.total - 1000
+    more = with_kernels - without.bytes_by_op - 1000
     assert sorted(more)[-CONFIG.n_layers - 1 :] == [0] + [each] * CONFIG.n_layers
     assert not more[: without.phase_slice("backward").start].any()
 
@@ -173,7 +173,7 @@ def test_closed_form_equals_the_simulation(config, precision, dropout, mode):
     how = mode[0], getattr(torch, mode[1])
     for memory in [*MEMORY[:-2], MEMORY[-1], *MIXES[:-1]]:  # offload changes where, not what
         step = plan.step(5, **memory)
-        form = closed_form_bytes(step.config, 5, T, PRECISIONS[precision], *how)
+        form = closed_form_bytes_by_part(step.config, 5, T, PRECISIONS[precision], *how)
         kinds = dict(zip(KINDS, step.timeline.T, strict=True))
         begin, end = step.phase_slice("forward").start, step.phase_slice("optimizer").start
         assert (kinds["recomputed"].max() > 0) == (step.config.recompute != "none")
@@ -205,11 +205,13 @@ def test_flops_equal_those_that_torch_counts(memory, dropout):
     needed, replayed = (2 * T * flops for flops in flops_per_token(config, T))
     attention = 2 * T * 2 * T * config.d_model  # of one block: needed thrice, replayed once
     policies, calls = (
-        parse_config_recompute(config).policies,
-        parse_config_recompute(config).policies_by_group,
+        recompute_plan_of_config(config).policies,
+        recompute_plan_of_config(config).group_policies_and_sizes,
     )
-    again = sum("attention" in POLICIES[policy].recomputed_layers.split() for policy in policies)
-    again += sum(size - 1 for _, size in calls if parse_config_recompute(config).nested)
+    again = sum(
+        "attention" in POLICIES[policy].recomputed_matmul_names.split() for policy in policies
+    )
+    again += sum(size - 1 for _, size in calls if recompute_plan_of_config(config).nested)
     expected = needed + replayed - attention * (3 * config.n_layers + again)
     # Nor a product that adds in place to what is there: the head's weight gradient.
     expected -= 2 * 2 * T * config.vocab_size * config.d_model
@@ -222,7 +224,7 @@ def test_flops_equal_those_that_torch_counts(memory, dropout):
     assert found.pop("aten.bmm", 0) == square * (dropout > 0)
     assert sum(found.values()) == expected
     if not dropout:  # (attention's backward computes the scores again)
-        work = planner(config, seq_len=T).step(2).op_work
+        work = planner(config, seq_len=T).step(2).work_by_op
         assert work.flops @ work.times == needed + replayed + attention * config.n_layers / 2
 
 

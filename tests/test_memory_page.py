@@ -129,7 +129,7 @@ def test_the_page_reads_the_steps_as_they_were(page, made):
     )
     assert [step["name"] for step in said] == [*made.records]
     for step, record in zip(said, made.records.values(), strict=True):
-        total = record.step_memory.total
+        total = record.step_memory.bytes_by_op
         assert step["total"] == total.tolist() and step["peakAt"] == total.argmax()
         assert step["x"] == pytest.approx(begins(record), rel=1e-6, abs=1e-9)
         for storage, words in zip(record.storages, step["storages"], strict=True):
@@ -141,7 +141,7 @@ def test_the_page_reads_the_steps_as_they_were(page, made):
                 "bytes": storage.nbytes,
                 "shape": " x ".join(f"{n:,}" for n in storage.shape) or "one number",
                 "dtype": str(storage.dtype).removeprefix("torch."),
-                "block": -1 if storage.block is None else storage.block,
+                "block": -1 if storage.block_index is None else storage.block_index,
                 "where": storage.line,
                 "code": read_source_line(storage.line),
                 "born": storage.born,
@@ -186,7 +186,7 @@ def test_the_picture_has_the_kinds_heights(page, made):
     }"""
     )
     rgb = np.array(pixels).reshape(-1, 4)[:, :3]
-    for kind, size in made.records["none"].step_memory.at_peak.items():
+    for kind, size in made.records["none"].step_memory.bytes_by_kind_at_peak.items():
         wanted = [int(COLORS[kind][i : i + 2], 16) for i in (1, 3, 5)]
         found = (abs(rgb - wanted).max(axis=1) < 12).sum() / len(rgb) * (high - low)
         # (Lines between storages have another colour.)
@@ -223,7 +223,7 @@ def test_the_list_of_what_is_alive(page, made):
     at = page.evaluate("pinned.at")
     alive, expected, clicked = record.alive(at), grouped(record, at), alive[i]
     assert details(page)["name"] == clicked.name and clicked in alive
-    about = f"{record.step_memory.total[at]:,} bytes in {len(alive):,} storages"
+    about = f"{record.step_memory.bytes_by_op[at]:,} bytes in {len(alive):,} storages"
     assert about in text(page, "alive-about")
     page.locator("#more").click()
     sizes_of = "rows => rows.map((row) => Number(row.dataset.bytes))"
@@ -250,7 +250,7 @@ def test_budget(page, made):
 def test_keys(page, made):
     choose(page, "full")
     record = made.records["full"]
-    at = int(record.step_memory.total.argmax())
+    at = int(record.step_memory.bytes_by_op.argmax())
     press(page, "p", "ArrowRight")
     alive = sorted(record.alive(at + 1), key=lambda s: [*COLORS].index(s.kind))
     page.evaluate("chart.cursor.storage = -1")

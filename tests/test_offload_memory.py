@@ -10,7 +10,7 @@ from harness.planned import measured_peak, planner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memory import RECOMPUTE_POLICIES, offload
+from memory import POLICY_NAMES, offload
 from trainer.flags import model_config
 from trainer.metrics import format_bytes
 from trainer.plan import plan_memory
@@ -18,7 +18,7 @@ from trainer.process import OneProcess
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES[1:])
+@pytest.mark.parametrize("policy", POLICY_NAMES[1:])
 def test_predicted_peak_is_that_of_a_real_offloaded_step(policy, precision):
     """Some of its tensors are large enough to travel. A GPU's step pins as much."""
     config = replace(CONFIG, n_layers=3, d_model=192, d_ff=384, recompute=f"{policy}+offload")

@@ -14,7 +14,7 @@ from trainer import optimizer as optimizer_file
 from trainer.optimizer import (
     LeanOptimizer,
     make_optimizer,
-    newton_schulz_multiplier,
+    newton_schulz_total_multiplier,
     orthogonalize,
 )
 
@@ -89,8 +89,8 @@ def naive_muon(weight: Tensor, gradients: list[Tensor], rate: float, decay: floa
 def test_muon_is_that_of_the_papers(precision, digits, near, monkeypatch):
     """Stacks of at most 2 wide matrices; products that no digits are lost in, or bfloat16's. (The
     shorter way is not for those, nor for products in TF32, which have too few digits for it.)"""
-    short = Mock(wraps=newton_schulz_multiplier)
-    monkeypatch.setattr(optimizer_file, "newton_schulz_multiplier", short)
+    short = Mock(wraps=newton_schulz_total_multiplier)
+    monkeypatch.setattr(optimizer_file, "newton_schulz_total_multiplier", short)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: digits)
     monkeypatch.setattr(optimizer_file, "UPDATE_CHUNK_ELEMENTS", 2 * 20 * 60)
     for name, (start, gradients, end) in learn(4, MUON, precision=precision)[0].items():

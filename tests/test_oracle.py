@@ -13,7 +13,7 @@ import torch
 from harness import oracle
 from harness.runs import parse, ready
 
-from memory import RECOMPUTE_POLICIES
+from memory import POLICY_NAMES
 from model import MiniGPT, MiniGPTConfig
 from train_minimal import derive_seed, evaluate, learning_rate, train_step
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("everything_travels")
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 MEMORY = [
-    *({"recompute": policy} for policy in RECOMPUTE_POLICIES),
+    *({"recompute": policy} for policy in POLICY_NAMES),
     {"recompute": "mlp:1"},
     {"recompute": "full/2"},
     {"recompute": "full+offload"},
@@ -105,7 +105,7 @@ def start(tmp_path, *flags: str):
 
 def rows_of(batches) -> list[list[int]]:
     """All windows of a data set, as lists."""
-    ids, labels = batches.read(np.arange(batches.n_windows))
+    ids, labels = batches.read_by_number(np.arange(batches.n_windows))
     return torch.cat([ids, labels[:, -1:]], 1).tolist()
 
 

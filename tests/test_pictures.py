@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from memory import RECOMPUTE_POLICIES
+from memory import POLICY_NAMES
 from planner.timeline import KINDS
 from scripts import memory_timeline, plot_metrics
 from scripts.memory_page import along_flops
@@ -51,7 +51,7 @@ def test_timeline_stacks_what_the_planner_counts(plt):
             wanted = zip(at, tops / 1024, strict=True)
             assert {(round(x, 6), round(y)) for x, y in wanted} <= drawn
         (marker,) = axis.lines
-        assert marker.get_xydata().tolist() == [[at[step.total.argmax()], step.peak / MIB]]
+        assert marker.get_xydata().tolist() == [[at[step.bytes_by_op.argmax()], step.peak / MIB]]
         title = axis.get_title(loc="left")
         assert title.startswith(f"{name}: ") and f"Peak {step.peak / MIB:.1f} MiB" in title
         names = {words.get_text() for words in axis.get_xticklabels()}
@@ -197,7 +197,7 @@ def test_timeline_can_be_read(plt, model):
 
 
 def test_block_can_be_read(plt):
-    blocks = dict.fromkeys(RECOMPUTE_POLICIES, block_picture.look("full"))
+    blocks = dict.fromkeys(POLICY_NAMES, block_picture.look("full"))
     assert faults(plt, block_picture.draw(plt, blocks)) == []
 
 

@@ -62,18 +62,22 @@ def test_the_longest_sequence_of_each_row():
     """It fits, 64 tokens more do not; and so does the command, which is that of the longest."""
     typed = f"{TYPED} --n-layers 6"
     plain = question(typed)
-    answer = answers.ask(f"{typed} {budget_for(plain.step.peak * 1.1)} --longest-sequence")
+    answer = answers.ask(
+        f"{typed} {budget_for(plain.predicted_step.peak * 1.1)} --longest-sequence"
+    )
     assert [row["name"] for row in answer.json["rows"]][-2:] == ["full/3+nested", "full+offload"]
     limit, lengths = answer.json["safe_bytes"], []
     for row in answer.json["rows"]:
         longest, args = row["longest_sequence_safely"], plain.args
         args = with_flags(args, use_activation_checkpoint=row["name"])
-        fits, more = (plain.with_args(with_length(args, longest + n)).step for n in (0, STEP))
+        fits, more = (
+            plain.with_args(with_length(args, longest + n)).predicted_step for n in (0, STEP)
+        )
         assert fits.peak <= limit < more.peak and longest % STEP == 0 and longest > 0
         lengths.append(longest)
     found = run(answer.command)
     assert found.seq_len == found.max_position_embeddings == max(lengths)
-    assert plain.with_args(found).step.peak <= limit
+    assert plain.with_args(found).predicted_step.peak <= limit
 
 
 @pytest.mark.parametrize(
@@ -112,7 +116,7 @@ def peaks() -> tuple[int, int]:
     """The smallest of one sequence, and that of all of them without recompute."""
     plain = question(TYPED)
     least = replace(dealt(plain, 1), memory_budget=room_for(1)).step_with_best_policy().peak
-    return least, dealt(plain, 12).step.peak
+    return least, dealt(plain, 12).predicted_step.peak
 
 
 SLOW = [pytest.param(share, marks=pytest.mark.slow) for share in (-0.01, 0.0, 0.6)]
@@ -142,7 +146,7 @@ def test_one_command_that_does_it(peaks):
     first, *_ = found = answer.json["all_knobs"]
     args = run(answer.command)
     assert args.batch_size * args.grad_accum_steps == 12 and args.seq_len == 64
-    again = question(TYPED).with_args(args).step
+    again = question(TYPED).with_args(args).predicted_step
     assert again.batch_size == first["batch_size"]
     assert again.peak == first["peak_bytes"] <= answer.json["safe_bytes"]
     assert first["tokens_per_s"] == max(row["tokens_per_s"] for row in found)
@@ -170,13 +174,13 @@ def test_plan_memory_and_auto_name_them(monkeypatch):
     largest parts that fit without recompute, if that is faster."""
     plain = question(f"{WIDE} {CARD}")
     least = replace(plain, memory_budget=room_for(1)).step_with_best_policy().peak
-    budget = budget_for(least + (plain.step.peak - least) / 4)
+    budget = budget_for(least + (plain.predicted_step.peak - least) / 4)
     answer = answers.ask(f"{WIDE} {CARD} {budget}")
     (line,) = re.findall(r"\n\nnote     (2 x 12 .* % faster .*)\n\n", answer.out)
     for of in ("plan.total_memory", "device.free_memory"):
         monkeypatch.setattr(f"trainer.{of}", lambda device: 2**60)
     auto = parse(f"{SHAPE} {WIDE} {CARD} {budget} --use-activation-checkpoint auto")
-    fits, more = (dealt(plain, size).step.peak for size in (12, 24))
+    fits, more = (dealt(plain, size).predicted_step.peak for size in (12, 24))
     assert fits <= answer.json["safe_bytes"] < more
     config, process = model_config(auto, 61), OneProcess(torch.device("cuda"))
     assert f"\nmemory   {line}\nmemory   " in plan_run(auto, process, config, torch.bfloat16).words

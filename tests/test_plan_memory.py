@@ -56,7 +56,10 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
     for row, line in zip(answer.json["rows"], answer.table[1:], strict=True):
         step = asked.planner.step(64, recompute=row["name"])
         sizes = [row[f"{name}_bytes"] for name in ("peak", "kept", "host")]
-        assert sizes == [step.peak, step.kept, step.host_bytes] and row["at_peak"] == step.at_peak
+        assert (
+            sizes == [step.peak, step.kept, step.host_bytes]
+            and row["at_peak"] == step.bytes_by_kind_at_peak
+        )
         assert row["fits"] == (step.peak <= room.limit_bytes)
         assert (
             row["fits_safely"] == (step.peak <= room.usable_bytes) == (row["largest_batch"] >= 64)
@@ -169,7 +172,7 @@ def test_ddp_accumulation_and_compressed_gradients_are_planned():
     several = "--nproc-per-node 2"
     for more in ("", "--compress-gradients", several, f"{several} --compress-gradients"):
         wide = question(f"--device cuda --batch-size 1 --seq-len 8 --d-model 256 {more}")
-        gradients.append(wide.planner.step(1, recompute="full").at_peak["gradients"])
+        gradients.append(wide.planner.step(1, recompute="full").bytes_by_kind_at_peak["gradients"])
     one, alone, ddp, compressed = gradients
     assert one == alone < ddp == compressed / 1.5
     accumulated = question("--device cuda --grad-accum-steps 2").planner
@@ -208,7 +211,7 @@ def test_the_flags_say_what_is_planned_for(flags, kind, precision, gib, monkeypa
     assert asked.memory_budget == MemoryBudget(budget, kind) and (asked.card is None) == (
         "card" not in flags
     )
-    assert asked.step.peak > asked.state_bytes  # ours, the optimizers of an Apple, too
+    assert asked.predicted_step.peak > asked.state_bytes  # ours, the optimizers of an Apple, too
 
 
 @pytest.mark.parametrize(

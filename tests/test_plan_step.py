@@ -105,7 +105,7 @@ def test_a_model_by_hand(recompute, returns, precision, make):
     before, head, after = ((phase, None) for phase in ("forward", "head", "backward"))
     update = ("optimizer", None)
     assert [*stretches] == [before, *forward, head, *backward[::-1], after, update]
-    assert (step.timeline >= 0).all() and step.total[-1] >= step.total[0]
+    assert (step.timeline >= 0).all() and step.bytes_by_op[-1] >= step.bytes_by_op[0]
     if recompute == "full" and precision == "fp32":
         assert step.kept_per_block == B * T * C * 4  # its input
 
@@ -163,7 +163,7 @@ def test_cuda_updates_all_weights_at_once_if_nothing_fuses_it():
     def update(device_type: str, **how: bool) -> int:
         model, make = nn.Sequential(nn.Linear(C, C), SumOf()), partial(torch.optim.AdamW, **how)
         step = plan_step(model, X, make, device_type=device_type)
-        return step.total[step.phase_slice("optimizer")].max()
+        return step.bytes_by_op[step.phase_slice("optimizer")].max()
 
     assert update("cuda") == update("cuda", foreach=True)
     assert update("cuda") >= update("cuda", fused=True) + 4 * C * C

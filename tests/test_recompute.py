@@ -18,7 +18,7 @@ from hypothesis import strategies as some
 from test_model import random_ids, tiny
 from torch import Generator, Tensor
 
-from memory import RECOMPUTE_POLICIES
+from memory import POLICY_NAMES
 from model import MiniGPT
 from planner.formulas import flops_per_token
 from trainer.device import compile_blocks
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("everything_travels")
 
 
 MEMORY = [
-    *(policy + end for policy in RECOMPUTE_POLICIES[1:] for end in ("", "+offload")),
+    *(policy + end for policy in POLICY_NAMES[1:] for end in ("", "+offload")),
     *("selective:1,sdpa", "full:1,attn", "full/2", "full/2+offload", "full/2+nested"),
 ]
 
@@ -57,7 +57,7 @@ def step_of(way: str, dropout: float, precision: str) -> list[Tensor]:
 law = partial(settings, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.mark.parametrize("first", RECOMPUTE_POLICIES[1:])
+@pytest.mark.parametrize("first", POLICY_NAMES[1:])
 @law(max_examples=8)
 @given(some.data(), some.sampled_from([0.0, 0.1]), some.sampled_from([*PRECISIONS]))
 def test_every_way_equals_none(first, data, dropout, precision):
@@ -145,7 +145,7 @@ def test_no_policy_changes_a_bit_of_what_is_compiled(policy):
 MATMULS = ("aten::mm", "aten::addmm")
 
 
-@pytest.mark.parametrize("policy", [*RECOMPUTE_POLICIES[1:], "full/2", "full/3+nested"])
+@pytest.mark.parametrize("policy", [*POLICY_NAMES[1:], "full/2", "full/3+nested"])
 def test_compiled_blocks_multiply_no_more_than_they_say(policy):
     """Early stop cannot end compiled code half-way, so `full` replays its last matmul too; but the
     result of a region that ends in a matmul is kept."""

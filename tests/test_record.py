@@ -15,7 +15,7 @@ from memory import POLICIES
 from memory.head import chunk_starts
 from planner import CARDS
 from planner.record import read_source_line
-from planner.shards import GATHERED
+from planner.shards import GATHERED_REASON
 from planner.timeline import KINDS
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
@@ -42,7 +42,7 @@ def test_storages_are_the_step(way, setting, dropout):
     assert len(found.operator_names) == len(found.replay_mask) == len(step.timeline)
     assert sum(storage.nbytes for storage in found.at_peak) == step.peak
     assert all(storage.name and storage.reason_alive for storage in found.storages)
-    assert found.step_memory.op_work.times.sum() == step.op_work.times.sum()
+    assert found.step_memory.work_by_op.times.sum() == step.work_by_op.times.sum()
 
 
 # ---- names and reasons
@@ -80,7 +80,7 @@ GPU, SHARDS = ("cuda", {}), ("shards", {})
          "its policy keeps it, though backward does not read it", ""),
         ("full", GPU, "blocks.1: x + feed_forward", "self.dropout(feed_forward(x))",
          "a replay begins with it: native_layer_norm of blocks.2.ln_1", ""),
-        ("full", SHARDS, "gathered weights", "", GATHERED, ""),
+        ("full", SHARDS, "gathered weights", "", GATHERED_REASON, ""),
     ],
 )  # fmt: skip
 def test_names_and_reasons(way, of, name, code, why, until):
@@ -93,7 +93,7 @@ def test_names_and_reasons(way, of, name, code, why, until):
     if until:
         assert {step.operator_names[int(s.died)] for s in found} == {until}
     if name.startswith("blocks.1"):
-        assert {s.block for s in found} == {1}
+        assert {s.block_index for s in found} == {1}
 
 
 @pytest.mark.parametrize("setting", ["cuda", "cpu"])  # (a CPU does not fuse attention)
@@ -101,7 +101,7 @@ def test_names_and_reasons(way, of, name, code, why, until):
 def test_each_storage_of_a_block_has_a_name_of_its_own(way, setting):
     """In forward, in backward, and replayed: the same name as in forward."""
     storages = record(way, setting, dropout=0.1).storages
-    made = [s for s in storages if s.block == 1 and s.operator]
+    made = [s for s in storages if s.block_index == 1 and s.operator]
     names = Counter((s.phase, s.replayed, s.name) for s in made)
     assert set(names.values()) == {1}
     assert all(re.search(r"\bblocks\.", s.name) for s in made)
@@ -143,16 +143,21 @@ def test_few_tell_what_all_do(setting, memory, n_layers, chunks, monkeypatch):
     plan = planner(config, **settings)
     plan.step(8, recompute="sdpa")
     few = plan.step(8, **memory)
-    monkeypatch.setattr("planner.step.make_representative_starts", lambda log, known: chunk_starts)
+    monkeypatch.setattr(
+        "planner.step.make_chunk_starts_replacement", lambda log, known: chunk_starts
+    )
     _, every = planner(config, **settings).simulate_whole_step(8, few.config)
     assert (few.peak, few.peak_location, few.kept) == (every.peak, every.peak_location, every.kept)
-    assert few.at_peak == every.at_peak
+    assert few.bytes_by_kind_at_peak == every.bytes_by_kind_at_peak
     assert sorted(few.offloaded_sizes) == sorted(every.offloaded_sizes)
     assert few.kept_per_block == pytest.approx(every.kept_per_block, rel=1e-12)
     if chunks <= 3:
         np.testing.assert_array_equal(few.timeline, every.timeline)
         assert few.phase_marks == every.phase_marks
     for what in ("flops", "bytes"):
-        assert few.op_work.times @ few.op_work[what] == every.op_work.times @ every.op_work[what]
+        assert (
+            few.work_by_op.times @ few.work_by_op[what]
+            == every.work_by_op.times @ every.work_by_op[what]
+        )
     for card in (CARD, CARDS["H100"]):
         assert few.seconds(card) == pytest.approx(every.seconds(card), rel=1e-9)

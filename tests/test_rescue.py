@@ -113,7 +113,7 @@ def test_nothing_of_the_failed_attempt_stays_alive(way, tmp_path, monkeypatch):
         known = {its.untyped_storage()._cdata for its in there if isinstance(its, torch.Tensor)}
         left.append(sum(its().nbytes() for key, its in mode.alive.items() if key not in known))
 
-    monkeypatch.setattr(run, "find_smaller_step", bytes_left)  # (which knows of none)
+    monkeypatch.setattr(run, "find_deeper_recompute_step", bytes_left)  # (which knows of none)
     gc.disable()
     try:
         for place in places_in(n, draw, 24):
@@ -211,13 +211,13 @@ def test_an_update_that_runs_out_half_way_is_not_done_again(path, capsys, monkey
 
 def test_of_a_changed_model_only_what_is_exact_is_taken(path, capsys, monkeypatch):
     """Here it is attn, and what would be taken without the check is selective:1."""
-    exact, looked_at = setup.describe_block_difference, []
+    exact, looked_at = setup.describe_recompute_difference, []
 
     def compare(model, i: int, policy: str, *how: object) -> str:
         looked_at.append(policy)
         return "its result differs" * (policy != "attn") or exact(model, i, policy, *how)
 
-    monkeypatch.setattr(setup, "describe_block_difference", compare)
+    monkeypatch.setattr(setup, "describe_recompute_difference", compare)
     flags = "--no-amp", "--num-steps=4"
     with running_out(STEP, (50, False)):
         assert train_here(path, *flags) == 0

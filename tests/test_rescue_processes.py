@@ -31,7 +31,7 @@ from harness.runs import (
     train_here,
 )
 
-from planner.choose import pareto_frontier, rank_candidate_steps
+from planner.choose import pareto_frontier, simulate_policies_fastest_first
 from trainer.device import choose_precision
 from trainer.plan import PlanRequest
 
@@ -179,7 +179,7 @@ def budgets(*flags: str) -> dict[str, float]:
     args = parse(*TINY, *SHAPE.split(), *flags)
     precision = choose_precision(args, CPU)
     question = PlanRequest(args, 31, CPU, precision, ddp=True, processes=2)
-    ways = pareto_frontier(rank_candidate_steps(question.planner, args.batch_size))
+    ways = pareto_frontier(simulate_policies_fastest_first(question.planner, args.batch_size))
     return {way.config.recompute: math.ceil(way.peak / 0.9 + 1) / 1024 for way in ways}
 
 

@@ -10,7 +10,7 @@ import pytest
 from harness.runs import ROOT
 from test_readme import DOCS, README, cells
 
-from memory import RECOMPUTE_POLICIES
+from memory import POLICY_NAMES
 from model import MiniGPTConfig
 from planner.formulas import count_parameters
 from scripts import memory_timeline
@@ -106,7 +106,7 @@ def test_the_ladder_is_what_was_predicted(blocks):
     """What a block keeps, in whole BTC; peaks, FLOPs and times of a step."""
     rows = {row[0].strip("`"): row[1:] for row in cells(DOCS["ladder.md"], "| policy | keeps")}
     small, large, *times = map(figures_of, ("124M, B=12", "1.5B, B=4", *tables.CLOCKS))
-    assert rows.keys() == {*RECOMPUTE_POLICIES, "full/2"}
+    assert rows.keys() == {*POLICY_NAMES, "full/2"}
     for rung, (keeps, *figures) in rows.items():
         wanted = [f"{small[rung]:,.0f}", f"{large[rung]:,.0f}"]
         wanted += [f"{x:.2f}" for x in (block_picture.step_cost(rung), *(t[rung] for t in times))]
@@ -133,10 +133,10 @@ def test_the_pictures_peaks_are_what_the_planner_says():
 
 @pytest.fixture(scope="module")
 def blocks():
-    return {policy: block_picture.look(policy) for policy in RECOMPUTE_POLICIES}
+    return {policy: block_picture.look(policy) for policy in POLICY_NAMES}
 
 
-@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_block_is_drawn_as_it_is(policy, blocks):
     """What is kept is what a model of two blocks keeps more than one of one (without autocast's
     copies of weights)."""

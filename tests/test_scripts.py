@@ -15,7 +15,7 @@ import pytest
 from harness.runs import ROOT, run
 
 import studies
-from memory import RECOMPUTE_POLICIES
+from memory import POLICY_NAMES
 from scripts import LISTING, kept_tensors, plan_memory
 from trainer.bootstrap import SPIN_COUNT
 from trainer.flags import build_parser
@@ -191,7 +191,7 @@ def test_kept_tensors_lists_every_policy(capsys):
     flags = ["--batch-size", "1", "--seq-len", "64"]
     assert kept_tensors.main(flags) == 0
     tables = [table.splitlines() for table in capsys.readouterr().out.strip().split("\n\n")]
-    assert [title.split(":")[0] for title, *_ in tables] == list(RECOMPUTE_POLICIES)
+    assert [title.split(":")[0] for title, *_ in tables] == list(POLICY_NAMES)
     for title, _, *lines in tables:
         rows = [re.split("  +", line.strip()) for line in lines]
         assert rows[0][2] == "x: the block's input"

@@ -12,7 +12,7 @@ from harness.planned import planner
 from harness.runs import start_together
 from harness.sharded import CASES, LONG_CASES
 
-from memory import parse_config_recompute
+from memory import recompute_plan_of_config
 from planner.choose import pick_fastest_fitting_step
 from planner.formulas import state_bytes
 from planner.shards import state_bytes_per_rank
@@ -75,7 +75,7 @@ def test_rows_that_do_not_divide_are_rounded_up(n):
 def test_shards_never_take_a_group():
     plan = planner(WIDE, shard_degree=2)
     assert (
-        parse_config_recompute(pick_fastest_fitting_step(plan, 16, 1).config).group_size == 1
+        recompute_plan_of_config(pick_fastest_fitting_step(plan, 16, 1).config).group_size == 1
     )  # nothing fits
 
 

@@ -26,7 +26,7 @@ from trainer.snapshot import (
     SaveError,
     SnapshotError,
     claim,
-    paths_of_run,
+    files_of_run,
     read_snapshot,
     rename_older_run,
     save_snapshot,
@@ -148,14 +148,14 @@ def test_whatever_runs_of_one_second_and_a_kill_have_left_is_kept(runs, survived
         for some in runs:
             for i in some:
                 written.append(f"{len(written)} {i}")
-                paths_of_run(path)[i].write_text(written[-1])
-                os.utime(paths_of_run(path)[i], (10**9, 10**9))
+                files_of_run(path)[i].write_text(written[-1])
+                os.utime(files_of_run(path)[i], (10**9, 10**9))
             calls = iter(renames)
             killed = patch.object(os, "replace", lambda *names, calls=calls: next(calls)(*names))
             with killed, suppress(Injected):
                 rename_older_run(path)
             rename_older_run(path)
-            assert not any(file.exists() for file in paths_of_run(path))
+            assert not any(file.exists() for file in files_of_run(path))
         there = [*Path(folder).iterdir()]
         assert all(file.name.startswith("run.2001-09-09-014640") for file in there)  # -2, -3
         assert sorted(file.read_text() for file in there) == sorted(written)
@@ -175,7 +175,7 @@ def test_what_a_kill_has_left_is_kept_and_gone_on_with(
     """No command is promised that could not."""
     file = sibling_path(path, left)
     assert train_here(path, "--num-steps=2", "--save-interval=1") == 0
-    for other in set(paths_of_run(path)) - {file}:
+    for other in set(files_of_run(path)) - {file}:
         other.unlink(missing_ok=True)
     before = file.read_bytes()
     assert train_here(path, "--num-steps=3") == 0

@@ -33,15 +33,15 @@ from trainer.process import OneProcess
 from trainer.setup import (
     DERIVED_FLAGS,
     MAY_DIFFER,
-    MISMATCH_HINTS,
-    Facts,
+    RANK_MISMATCH_HINTS,
+    ConsistencyFacts,
     check_same_on_all_ranks,
     consistency_facts,
     data_consistency_facts,
     find_data,
 )
 from trainer.snapshot import LoadedSnapshot
-from trainer.torchrun import Torchrun, agree_on_key, peer_failure_message
+from trainer.torchrun import TorchrunProcess, agree_on_key, peer_failure_message
 
 slow = pytest.mark.slow
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -260,11 +260,11 @@ def test_gpus_meet_by_nccl_where_there_is_one(monkeypatch):
     asked: list[dict] = []
     monkeypatch.setattr(dist, "new_group", lambda **how: asked.append(how))
     process = of_two(monkeypatch)
-    monkeypatch.setattr(Torchrun, "local_device", lambda *_: GPU)
+    monkeypatch.setattr(TorchrunProcess, "local_device", lambda *_: GPU)
     for device, nccl in ((CPU, True), (GPU, True), (GPU, False)):
         monkeypatch.setattr(dist, "is_nccl_available", lambda nccl=nccl: nccl)
         process.device = device
-        assert process.new_device_group() is None
+        assert process.new_nccl_group() is None
     assert asked == [{"backend": "nccl", "timeout": process.timeout, "device_id": GPU}]
     with pytest.raises(UsageError, match="needs NCCL on GPUs.*: train_ddp.py"):
         FSDPProcess(parse())
@@ -341,7 +341,7 @@ def test_the_smallest_budget_counts(monkeypatch, theirs, chosen):
     assert (config.recompute == "none") == (chosen == "none")
 
 
-def of(*flags: str, precision=torch.float32, device=CPU, step=None) -> Facts:
+def of(*flags: str, precision=torch.float32, device=CPU, step=None) -> ConsistencyFacts:
     resumed = LoadedSnapshot({"step": step, "run": "0123456789"}, Path("run.pt")) if step else None
     return consistency_facts(parse(*TINY, *flags), OneProcess(device), precision, resumed)
 
@@ -384,4 +384,4 @@ def test_every_flag_is_compared_or_has_a_reason():
     names = {"--" + name.replace("_", "-") for name in vars(args).keys() - MAY_DIFFER}
     known = of() | data_consistency_facts(find_data(args, OneProcess(CPU)))
     assert names <= known.keys() and MAY_DIFFER <= vars(args).keys()
-    assert known.keys() >= {*MISMATCH_HINTS, *DERIVED_FLAGS}
+    assert known.keys() >= {*RANK_MISMATCH_HINTS, *DERIVED_FLAGS}

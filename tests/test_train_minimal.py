@@ -138,7 +138,7 @@ def test_a_step_takes_what_was_predicted_and_measuring_changes_no_bit(
         looking.append(_get_current_dispatch_mode() is not None)
         return losses
 
-    monkeypatch.setattr(train_minimal, "nan_if_infinite", count)
+    monkeypatch.setattr(train_minimal, "nan_grads_if_infinite", count)
     assert train_here(measured_run, *flags) == 0
     n = len(looking) // 6  # micro-batches
     assert looking == [i // n + 1 == MEASURED_STEP for i in range(6 * n)]

@@ -17,7 +17,7 @@ PROCESS_START = time.perf_counter()  # the time of a run includes `import torch`
 PROJECT_FOLDER = os.path.dirname(
     os.path.dirname(os.path.realpath(__file__))
 )  # the project's folder
-SCRIPT_FOLDER = os.path.dirname(
+STARTED_SCRIPT_FOLDER = os.path.dirname(
     os.path.realpath(sys.argv[0])
 )  # folder of the script that was started
 # True if Python was started with a program of this project, by path or with -m. (With -m,
@@ -25,7 +25,7 @@ SCRIPT_FOLDER = os.path.dirname(
 # this is True for every module.) False if, for example, a test imports this file.
 IS_MAIN_PROGRAM = sys.argv[0] == "-m" or (
     sys.argv[0].endswith(".py")
-    and PROJECT_FOLDER in (SCRIPT_FOLDER, os.path.dirname(SCRIPT_FOLDER))
+    and PROJECT_FOLDER in (STARTED_SCRIPT_FOLDER, os.path.dirname(STARTED_SCRIPT_FOLDER))
 )
 
 
@@ -36,7 +36,7 @@ def say_stopped(when: str = "") -> None:
     print(f"{newline}stopped {when}".rstrip(), file=sys.stderr, flush=True)
 
 
-def interrupt(number: int, frame: "FrameType | None") -> None:
+def handle_sigint(number: int, frame: "FrameType | None") -> None:
     """Handle SIGINT: raise KeyboardInterrupt, as Python's own handler does. But if the signal comes
     during an import, end the process with exit code 130.
 
@@ -66,12 +66,12 @@ def set_stdout_errors() -> None:
 if IS_MAIN_PROGRAM:
     # A shell may start a background process with SIGINT ignored. Then SIGINT stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGINT, handle_sigint)
     if hasattr(signal, "SIGUSR1"):  # it asks for a save: ignore it until training can save
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     set_stdout_errors()
 
-from types import FrameType  # noqa: E402  # (imported after `interrupt` is installed)
+from types import FrameType  # noqa: E402  # (imported after `handle_sigint` is installed)
 
 PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 

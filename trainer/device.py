@@ -69,7 +69,7 @@ def choose_precision(
     return torch.float32
 
 
-def check_gather_dtype(args: argparse.Namespace, precision: torch.dtype) -> None:
+def check_gather_dtype_flag(args: argparse.Namespace, precision: torch.dtype) -> None:
     """Raise UsageError if --gather-dtype bfloat16 cannot be used, for one of two reasons: the
     blocks compute in another precision, or the gradients of MLP chunks would be added up in
     bfloat16."""

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from memory import RECOMPUTE_POLICIES, RecomputePlan, format_recompute_plan, parse_recompute_plan
+from memory import POLICY_NAMES, RecomputePlan, format_recompute_plan, parse_recompute_plan
 from model import MiniGPTConfig
 from planner.cards import canonical_card_name
 
@@ -30,7 +30,7 @@ class UsageError(ValueError):
 
 # Value of --model -> shape of the model (Radford et al., 2019, table 2; each head has 64 channels).
 # --model also sets --seq-len and --max-position-embeddings to 1,024, and the tokenizer to GPT-2's.
-SHAPES: dict[str, dict[str, int]] = {
+SHAPE_BY_MODEL: dict[str, dict[str, int]] = {
     "gpt2": {"n_layers": 12, "n_heads": 12, "d_model": 768},
     "gpt2-medium": {"n_layers": 24, "n_heads": 16, "d_model": 1024},
     "gpt2-large": {"n_layers": 36, "n_heads": 20, "d_model": 1280},
@@ -101,7 +101,7 @@ class ExplicitFlagsParser(OneLineParser):
         names = [action.dest for action in self._actions if action.dest != "help"]
         parsed = super().parse_args(args, argparse.Namespace(**dict.fromkeys(names, untyped)))
         typed = {name: value for name, value in vars(parsed).items() if value is not untyped}
-        shape = SHAPES.get(typed.get("model", ""), {})
+        shape = SHAPE_BY_MODEL.get(typed.get("model", ""), {})
         defaults = {name: self.get_default(name) for name in names}
         if shape:
             defaults |= {"seq_len": 1024, "max_position_embeddings": 1024, **shape}
@@ -127,7 +127,7 @@ def as_argv(args: argparse.Namespace, **changes: Any) -> list[str]:
     The arguments are the typed flags in the order of --help, and then `changes`, which are flags
     with new values. The value None removes a flag.
     """
-    shape = SHAPES.get(args.model, {})
+    shape = SHAPE_BY_MODEL.get(args.model, {})
     typed = {
         name: value
         for name, value in vars(args).items()
@@ -155,7 +155,7 @@ def to_argv(flags: dict[str, Any]) -> list[str]:
     return words
 
 
-def is_size(name: str, value: object) -> bool:
+def is_valid_model_size(name: str, value: object) -> bool:
     """Return True if `value`, which may come from a file, is a valid size for the flag `name`."""
     return type(value) is int and 0 < value <= MAX_SIZES[name]
 
@@ -187,7 +187,7 @@ def number_in_range(
     return parse
 
 
-def policy_string(text: str) -> str:
+def check_policy_string(text: str) -> str:
     """Check a policy string and return it (argparse type). The string must be "auto", or one that
     `memory.parse_recompute_plan` accepts.
 
@@ -215,10 +215,10 @@ def recompute_plan_of(args: argparse.Namespace) -> RecomputePlan:
     try:
         return parse_recompute_plan(auto_as_full(args.use_activation_checkpoint), args.n_layers)
     except ValueError as error:
-        raise UsageError(fields_to_flags(str(error))) from None
+        raise UsageError(replace_fields_by_flags(str(error))) from None
 
 
-def fields_to_flags(message: str) -> str:
+def replace_fields_by_flags(message: str) -> str:
     """Replace the names of config fields in `message` by the flags that the user knows, such as
     `d_model` by `--d-model`."""
     names = "|".join(field.name for field in fields(MiniGPTConfig))
@@ -313,7 +313,7 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
         "data, and of toy data (default: --seed)")
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", choices=tuple(SHAPES),
+    add("--model", choices=tuple(SHAPE_BY_MODEL),
         help="shape of a GPT-2, with 1,024 positions and --tokenizer-name gpt2; the flags below "
         "override single values (default: the small shape below)")
     add("--init-from", type=Path, metavar="PATH",
@@ -332,9 +332,9 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("memory").add_argument
     add("--use-activation-checkpoint", nargs="?", const="full", default="none", metavar="POLICY",
-        type=policy_string,
+        type=check_policy_string,
         help="which tensors backward recomputes instead of keeping them; policies from least to "
-        f"most recompute: {' '.join(RECOMPUTE_POLICIES)}; mlp:7 = mlp in the first 7 blocks; "
+        f"most recompute: {' '.join(POLICY_NAMES)}; mlp:7 = mlp in the first 7 blocks; "
         "mlp:7,cheap = mlp in the first 7 blocks, cheap in the others; full/2 = keep one input for "
         "every 2 blocks; full/4+nested = keep one input for every 4 blocks, and recompute the "
         "blocks of a group once more, one by one; full+offload = kept tensors wait in CPU memory "
@@ -551,4 +551,4 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
     try:
         return MiniGPTConfig(**{field.name: values[field.name] for field in fields(MiniGPTConfig)})
     except ValueError as error:
-        raise UsageError(fields_to_flags(str(error))) from None
+        raise UsageError(replace_fields_by_flags(str(error))) from None

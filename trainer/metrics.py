@@ -159,7 +159,7 @@ def open_tensorboard(path: Path, identity: State, step: int, say: Say) -> LogNum
     return log
 
 
-def open_wandb_writer(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
+def open_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
     """Open a log at Weights & Biases (wandb), and return the function that logs numbers. With
     WANDB_MODE=offline, wandb writes to a folder `wandb` beside the snapshot, for a later upload.
 
@@ -191,10 +191,10 @@ def finish_wandb() -> None:
             wandb.finish()
 
 
-LOGGER_OPENERS = {"tensorboard": open_tensorboard, "wandb": open_wandb_writer}
+LOGGER_OPENERS = {"tensorboard": open_tensorboard, "wandb": open_wandb}
 
 
-def open_logger(args: argparse.Namespace, identity: State, step: int, say: Say) -> Write:
+def open_external_logger(args: argparse.Namespace, identity: State, step: int, say: Say) -> Write:
     """Return the writer for the logger of --log-to. The writer logs all finite numbers of a record.
 
     `step`: the last step that is done. `say`: prints a line. The network, the disk or the service
@@ -234,7 +234,7 @@ def format_line(record: LogRecord, num_steps: int) -> str:
         f"step {record['step']:>{len(str(num_steps))}}/{num_steps}",
         f"epoch {record['epoch']:.2f}",
         f"lr {record['lr']:.2e}",
-        f"loss {format_loss(record['train_loss'])}",
+        f"loss {format_loss_and_perplexity(record['train_loss'])}",
         *([f"val {format_validation(record)}"] if "val_loss" in record else []),
         f"{record['step_ms']:.1f} ms/step",
         f"{record['tokens_per_s']:,.0f} tok/s",
@@ -248,7 +248,7 @@ def format_line(record: LogRecord, num_steps: int) -> str:
     return " | ".join(parts)
 
 
-def format_loss(loss: float) -> str:
+def format_loss_and_perplexity(loss: float) -> str:
     """Return the loss in nats and the perplexity as text: "2.1000 ppl 8.17"."""
     return f"{loss:.4f} ppl {perplexity(loss):.2f}"
 
@@ -258,7 +258,7 @@ def format_validation(record: LogRecord) -> str:
     are left out if the record has none."""
     bits = record["val_bits_per_byte"]
     in_bytes = "" if bits is None else f" ({bits:.3f} bits/byte)"
-    return format_loss(record["val_loss"]) + in_bytes
+    return format_loss_and_perplexity(record["val_loss"]) + in_bytes
 
 
 def format_bytes(count: float) -> str:

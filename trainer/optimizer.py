@@ -23,7 +23,7 @@ MOMENTUM = 0.95  # for Muon
 # all singular values between 0.003 and 1 to values between 0.68 and 1.2. These values are as good
 # as 1 (Jordan, 2024).
 NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.7750, 2.0315), 5
-MOMENTS_BY_OPTIMIZER = {
+MOMENT_NAMES_BY_OPTIMIZER = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "muon": ("momentum_buffer",),
 }  # the names that torch's optimizers use
@@ -31,7 +31,7 @@ MOMENTS_BY_OPTIMIZER = {
 # that the temporary copies take much less memory than bfloat16 moments, Muon or shards save.
 UPDATE_CHUNK_ELEMENTS = 2**22
 # A function such as OneProcess.shard_like: (full tensor, parameter) -> this process's rows.
-LocalShardFn = Callable[[Tensor, Tensor], Tensor]
+ShardLikeFn = Callable[[Tensor, Tensor], Tensor]
 Groups = list[dict[str, Any]]
 # Number of elements: a multiple of the number of floats that fit in a vector register of a CPU.
 PADDING_MULTIPLE = 64
@@ -233,7 +233,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     if exact and x.size(1) < x.size(2):
-        x = torch.bmm(newton_schulz_multiplier(torch.bmm(x, x.mT)), x)
+        x = torch.bmm(newton_schulz_total_multiplier(torch.bmm(x, x.mT)), x)
     else:
         for _ in range(NS_STEPS):
             square = torch.bmm(x, x.mT)
@@ -242,7 +242,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x if matrices.size(1) <= matrices.size(2) else x.mT
 
 
-def newton_schulz_multiplier(square: Tensor) -> Tensor:
+def newton_schulz_total_multiplier(square: Tensor) -> Tensor:
     """Return the matrices (n, A, A) by which all iterations together multiply x (n, A, B).
 
     `square`: x x' (n, A, A). If B > A, multiplying all factors first, and x by their product, takes
@@ -296,7 +296,7 @@ def initial_param_state(
     rule, state = group.get("rule", "adamw"), {}
     if rule == "adamw":
         state["step"] = torch.tensor(0.0, device=parameter.device)
-    for name in MOMENTS_BY_OPTIMIZER[rule]:
+    for name in MOMENT_NAMES_BY_OPTIMIZER[rule]:
         state[name] = torch.zeros_like(parameter, dtype=moments)
     return state
 
@@ -330,7 +330,7 @@ def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Ten
 
 @torch.no_grad()
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, saved: dict[str, Any], shard_like: LocalShardFn
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any], shard_like: ShardLikeFn
 ) -> None:
     """Copy the moments of a saved state dict into `optimizer`, in the optimizer's own dtype.
 

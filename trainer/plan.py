@@ -22,15 +22,15 @@ from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from planner import Card, Planner, StepMemory
 from planner.cards import CARDS, THIS_MACHINE, choose_card, device_type
-from planner.choose import nested_policies, pick_fastest_fitting_step
-from planner.formulas import count_parameters, recompute_cost_key, state_bytes
+from planner.choose import nested_checkpoint_policies, pick_fastest_fitting_step
+from planner.formulas import count_parameters, recomputed_flops_key, state_bytes
 from planner.shards import state_bytes_per_rank
 
 from .bootstrap import PROJECT_FOLDER
 from .device import (
     MemoryBudget,
     budget_on,
-    check_gather_dtype,
+    check_gather_dtype_flag,
     choose_device,
     choose_precision,
     is_available,
@@ -47,7 +47,7 @@ from .flags import (
 )
 from .metrics import format_bytes
 from .optimizer import make_optimizer, optimizer_name
-from .pretrained import vocabulary_of
+from .pretrained import read_vocab_size
 from .process import OneProcess
 
 Args = argparse.Namespace
@@ -63,7 +63,7 @@ ADVICE_CHANGING_TRAINING = (
 RESTART_SHARE_OF_FAILED_PEAK = 0.75
 
 # The costs of changes, in words for the user.
-COST_OF_POLICY = "same results, some more time"
+COST_OF_RECOMPUTE = "same results, some more time"
 COST_OF_CHUNKED_LOSS = "never holds all logits, at about the same speed"
 COST_OF_SMALLER_BATCH, COST_OF_OFFLOAD = (
     "the same sequences",
@@ -77,10 +77,10 @@ class FlagChange(NamedTuple):
     """Flags that are changed together, and the cost of this change."""
 
     flags: dict[str, Any]  # name in args -> new value
-    cost_in_words: str  # text for the user, e.g. COST_OF_POLICY
+    cost_in_words: str  # text for the user, e.g. COST_OF_RECOMPUTE
 
     @property
-    def command(self) -> str:
+    def flags_as_text(self) -> str:
         """Return the flags as a user types them: "--batch-size 3 --grad-accum-steps 4"."""
         return " ".join(to_argv(self.flags))
 
@@ -98,7 +98,7 @@ def describe_suggested_change(
     in_use = {POLICY_FLAG: policy} if policy != args.use_activation_checkpoint else {}
     first, *others = changes_with_same_training(with_flags(args, **in_use), device_type)
     if smaller_step is not None and not first.flags:
-        first = FlagChange({POLICY_FLAG: smaller_step.config.recompute}, COST_OF_POLICY)
+        first = FlagChange({POLICY_FLAG: smaller_step.config.recompute}, COST_OF_RECOMPUTE)
     change = next((change for change in (first, *others) if change.flags), None)
     if change is None:
         return ADVICE_CHANGING_TRAINING
@@ -111,7 +111,7 @@ def describe_memory_flags(args: Args) -> str:
     return f"--batch-size {args.batch_size} --seq-len {args.seq_len}, recompute {policy}"
 
 
-def smaller_batches(args: Args) -> list[dict[str, int]]:
+def smaller_batch_flags(args: Args) -> list[dict[str, int]]:
     """Return all flag changes that split the sequences of a step into smaller micro-batches.
 
     Each entry of the list divides --batch-size by n and multiplies --grad-accum-steps by n. The
@@ -129,8 +129,8 @@ def changes_with_same_training(args: Args, device_type: str) -> Iterator[FlagCha
     first change may have no flags. Then the caller changes the policy alone.
     """
     chunked_loss = {"loss_chunks": 0} if args.loss_chunks == 1 else {}
-    yield FlagChange(chunked_loss, COST_OF_CHUNKED_LOSS if chunked_loss else COST_OF_POLICY)
-    batches = smaller_batches(args)
+    yield FlagChange(chunked_loss, COST_OF_CHUNKED_LOSS if chunked_loss else COST_OF_RECOMPUTE)
+    batches = smaller_batch_flags(args)
     for batch in batches:
         yield FlagChange(chunked_loss | batch, COST_OF_SMALLER_BATCH)
     if device_type == "cuda" and not recompute_plan_of(args).offload:
@@ -159,10 +159,10 @@ def make_planner(
         shard_degree: number of processes that shard one model (train_fsdp.py).
         sp_degree: number of processes that share each sequence (train_sp.py).
     Raises:
-        UsageError: `check_gather_dtype` refuses the flags.
+        UsageError: `check_gather_dtype_flag` refuses the flags.
     """
     if shard_degree > 1:
-        check_gather_dtype(args, precision)
+        check_gather_dtype_flag(args, precision)
     return Planner(
         config,
         args.seq_len,
@@ -230,7 +230,7 @@ class PlanRequest:
         return state_bytes_per_rank(unsharded, self.config, self.shard_degree)
 
     @property
-    def step(self) -> StepMemory:
+    def predicted_step(self) -> StepMemory:
         """Simulate a step with these flags and return it. For `auto` the step has policy `full`."""
         return self.planner.step(self.args.batch_size, recompute=self.config.recompute)
 
@@ -270,7 +270,7 @@ class PlanRequest:
             self.planner, self.args.batch_size, self.usable_bytes, self.card
         )
 
-    def fastest_fitting_step(self) -> StepMemory | None:
+    def step_with_fitting_policy(self) -> StepMemory | None:
         """Return a step with the fastest policy that fits, or None if no policy fits.
 
         If neither `full` nor nested groups (`full/K+nested`) fit, no policy fits, because these
@@ -279,15 +279,15 @@ class PlanRequest:
         offload's copies.
         """
         if recompute_plan_of(self.args).offload:
-            return self.step if self.fits else None
-        policies = ["full", *nested_policies(self.args.n_layers)[-1:]]
+            return self.predicted_step if self.fits else None
+        policies = ["full", *nested_checkpoint_policies(self.args.n_layers)[-1:]]
         requests = (
             self.with_args(with_flags(self.args, use_activation_checkpoint=name))
             for name in policies
         )
         return self.step_with_best_policy() if any(request.fits for request in requests) else None
 
-    def advise_smaller_batch(self, step: StepMemory) -> str:
+    def advise_batch_without_recompute(self, step: StepMemory) -> str:
         """Return text on a smaller micro-batch with which a step fits without recompute.
 
         If several such micro-batches fit, the text is on the largest of them. The text compares
@@ -295,21 +295,25 @@ class PlanRequest:
         the text says only that the same sequences fit. Return "" if no smaller micro-batch fits, or
         if the largest that fits is not faster than `step`.
         """
-        replays_products = recompute_cost_key(step.config, step.seq_len)[0] > 0
+        replays_products = recomputed_flops_key(step.config, step.seq_len)[0] > 0
         if step.config.recompute == "none" or not (self.card or replays_products):
             # Without a card no time is known. If `step` recomputes no matrix product, `none` saves
             # little time. The matrix products of smaller micro-batches may cost more than that.
             return ""
-        for batch in smaller_batches(self.args):
+        for batch in smaller_batch_flags(self.args):
             flags = {POLICY_FLAG: "none"} | batch
             request = self.with_args(with_flags(self.args, **flags))
             if request.fits:
                 text = f"{batch['grad_accum_steps']} x {batch['batch_size']} sequences with none"
-                faster = self.seconds(step) / request.seconds(request.step) - 1 if self.card else 0
+                faster = (
+                    self.seconds(step) / request.seconds(request.predicted_step) - 1
+                    if self.card
+                    else 0
+                )
                 speed = f": {100 * faster:.0f} % faster" if self.card else " fit as well"
                 is_worth_it = faster > 0.005 or not self.card
                 return (
-                    f"{text}{speed} ({FlagChange(flags, COST_OF_SMALLER_BATCH).command})"
+                    f"{text}{speed} ({FlagChange(flags, COST_OF_SMALLER_BATCH).flags_as_text})"
                     * is_worth_it
                 )
         return ""
@@ -332,12 +336,12 @@ class PlanRequest:
                 f"that tensors may take{advice}: "
             )
         for change in [] if reason else changes_with_same_training(self.args, self.device.type):
-            step = self.with_args(with_flags(self.args, **change.flags)).fastest_fitting_step()
+            step = self.with_args(with_flags(self.args, **change.flags)).step_with_fitting_policy()
             if step is None:
                 continue
             flags = {POLICY_FLAG: step.config.recompute} | change.flags
             fitting = FlagChange(flags, change.cost_in_words)
-            return f"{fitting.command} fits ({fitting.cost_in_words})", fitting
+            return f"{fitting.flags_as_text} fits ({fitting.cost_in_words})", fitting
         return f"{reason}try {ADVICE_CHANGING_TRAINING}", None
 
     @property
@@ -426,7 +430,7 @@ def vocab_size_of(args: argparse.Namespace) -> int:
     the weights. Raises DataError if the tokenizer cannot be loaded.
     """
     if args.init_from is not None:
-        return vocabulary_of(args.init_from)
+        return read_vocab_size(args.init_from)
     if args.use_toy_data:
         return args.vocab_size or 256
     name = args.tokenizer_name or ("gpt2" if args.train_data else "bpe")
@@ -446,7 +450,7 @@ class MemoryPlan(NamedTuple):
     words: str  # text for the user
     # Peak bytes of the planned step, and of a step without recompute; None: the prediction failed.
     planned_and_plain_peaks: tuple[int, int] | None
-    find_smaller_step: Callable[
+    find_deeper_recompute_step: Callable[
         ..., StepMemory | None
     ]  # the function `step_with_deeper_recompute` below, for this run's request
 
@@ -519,16 +523,18 @@ def plan_on_this_rank(
         criterion = f"the least time (predicted for {card.name})" if card else "the least recompute"
         words = f"auto takes {config.recompute}: {criterion} that fits in {request.memory_budget}"
         words += "\nmemory   "
-        if advice := request.advise_smaller_batch(chosen):
+        if advice := request.advise_batch_without_recompute(chosen):
             words += f"{advice}\nmemory   "
-    if failed := process.last_out_of_memory_policy():
-        config = config_after_restart(request, config, failed)
+    if failed := process.last_failed_policy():
+        config = config_after_out_of_memory(request, config, failed)
         words += f"memory ran out with {failed}; it goes on with {config.recompute}\nmemory   "
     prediction, peaks = predict_and_describe_peaks(request, process, config)
     return config, words + prediction, peaks
 
 
-def config_after_restart(request: PlanRequest, config: MiniGPTConfig, failed: str) -> MiniGPTConfig:
+def config_after_out_of_memory(
+    request: PlanRequest, config: MiniGPTConfig, failed: str
+) -> MiniGPTConfig:
     """Return the config for a run that torchrun has started again, after memory ran out with the
     policy `failed`. If no policy needs less memory, or planning fails, keep `failed`."""
     policy, step = failed, partial(request.planner.step, request.args.batch_size)

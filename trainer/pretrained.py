@@ -23,12 +23,12 @@ from data.tokenizer import errors_as_data_errors, load_tokenizer
 from data.tokenizer_json import read_folder
 from model import MiniGPT, MiniGPTConfig
 
-from .flags import MAX_SIZES, UsageError, flag, is_size
-from .optimizer import LocalShardFn
+from .flags import MAX_SIZES, UsageError, flag, is_valid_model_size
+from .optimizer import ShardLikeFn
 from .snapshot import LoadedSnapshot, SnapshotError, check_shapes, peek, read_snapshot
 
 # Flags that get their values from the config of the weights.
-SHAPE_FLAGS = "n_layers n_heads d_model d_ff max_position_embeddings".split()
+SHAPE_FLAG_NAMES = "n_layers n_heads d_model d_ff max_position_embeddings".split()
 
 
 # ---- a transformers folder
@@ -119,7 +119,7 @@ def make_config(content: dict[str, Any]) -> MiniGPTConfig:
     """Return a MiniGPTConfig with the values in `content`, which come from a file. Raises DataError
     if a size is outside of the limits of its flag, or if the config is impossible."""
     for name, max_size in MAX_SIZES.items():
-        if not is_size(name, content[name]):
+        if not is_valid_model_size(name, content[name]):
             raise DataError(
                 f"{name} is {content[name]!r}, not a whole number of at least 1 and at most "
                 f"{max_size:,}"
@@ -173,16 +173,16 @@ class Pretrained:
     tokenizer: Tokenizer
     weights: dict[str, Tensor]  # under MiniGPT's names, on the CPU, in any float dtype
     description: str  # where the weights come from, in words
-    checksum: int  # equal weights have equal checksums
+    weights_checksum: int  # equal weights have equal checksums
 
     @torch.no_grad()
-    def fill(self, model: nn.Module, shard_like: LocalShardFn) -> None:
+    def fill(self, model: nn.Module, shard_like: ShardLikeFn) -> None:
         """Copy the weights into a model of the same shape, in the model's dtype. `shard_like(full,
         weight)` returns this process's rows of a full tensor."""
         for name, weight in model.state_dict().items():
             weight.copy_(shard_like(self.weights[name].float(), weight))
 
-    def make_model(self, device: torch.device) -> MiniGPT:
+    def make_model_with_weights(self, device: torch.device) -> MiniGPT:
         """Return a model with these weights, in evaluation mode and in float32."""
         with torch.device("meta"):
             model = MiniGPT(self.config)
@@ -190,7 +190,7 @@ class Pretrained:
         return model.eval()
 
 
-WeightSource = LoadedSnapshot | Pretrained | None  # source of a run's weights; None: random
+SnapshotOrPretrained = LoadedSnapshot | Pretrained | None  # source of a run's weights; None: random
 
 
 def open_pretrained(path: Path) -> Pretrained:
@@ -241,7 +241,7 @@ def load_model_and_tokenizer(path: Path, device: torch.device) -> tuple[MiniGPT,
     """Return the model of a snapshot or of a transformers folder, in evaluation mode, and its
     tokenizer. Raises SnapshotError or DataError."""
     source = open_pretrained(path)
-    return source.make_model(device), source.tokenizer
+    return source.make_model_with_weights(device), source.tokenizer
 
 
 def open_init_from(args: argparse.Namespace) -> Pretrained | None:
@@ -257,7 +257,7 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
     except (DataError, SnapshotError) as error:
         raise UsageError(f"--init-from: {error}") from None
     config, tokenizer, toy = source.config, source.tokenizer, source.tokenizer.name == "toy"
-    required: dict[str, Any] = {name: getattr(config, name) for name in SHAPE_FLAGS}
+    required: dict[str, Any] = {name: getattr(config, name) for name in SHAPE_FLAG_NAMES}
     required |= {"tokenizer_name": tokenizer.name, "use_toy_data": toy}
     if toy or tokenizer.name == "bpe" or "vocab_size" in args.typed:
         required["vocab_size"] = config.vocab_size
@@ -280,7 +280,7 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
     return source
 
 
-def vocabulary_of(path: Path) -> int:
+def read_vocab_size(path: Path) -> int:
     """Return the vocabulary size of the model at `path`. This reads the config but not the weights:
     `open_pretrained` has checked both before."""
     config = read_config(path) if os.path.isdir(path) else MiniGPTConfig(**peek(path)["config"])

@@ -143,14 +143,14 @@ class OneProcess:
         """Return True if this process can repeat forward and backward without other processes."""
         return True
 
-    def remember_out_of_memory_policy(self, policy: str) -> None:
+    def remember_failed_policy(self, policy: str) -> None:
         """Store `policy`, with which memory ran out, for the processes that torchrun starts next.
 
         A single process without torchrun is not started again, so it stores nothing.
         """
 
-    def last_out_of_memory_policy(self) -> str:
-        """Return the policy that `remember_out_of_memory_policy` stored; "" if none was stored."""
+    def last_failed_policy(self) -> str:
+        """Return the policy that `remember_failed_policy` stored; "" if none was stored."""
         return ""
 
     def sum_over_replicas(self, values: list[float]) -> list[float]:

@@ -19,16 +19,16 @@ from .flags import to_argv, tokens_per_step
 from .metrics import (
     format_bytes,
     format_line,
-    format_loss,
+    format_loss_and_perplexity,
     format_time,
     format_validation,
     peak_memory_fields,
     perplexity,
 )
-from .pretrained import Pretrained, WeightSource
+from .pretrained import Pretrained, SnapshotOrPretrained
 from .resume import data_changed, describe_changes, validation_key
 from .run import Run
-from .snapshot import LoadedSnapshot, archived_path, paths_of_run, sibling_path
+from .snapshot import LoadedSnapshot, archived_path, files_of_run, sibling_path
 
 MAX_SILENCE_SECONDS = 30  # seconds; longest time without a log line if there is no progress bar
 
@@ -41,7 +41,7 @@ def describe_model(config: MiniGPTConfig) -> str:
     )
 
 
-def describe_run(run: Run, plan: str, origin: WeightSource) -> str:
+def describe_run(run: Run, plan: str, origin: SnapshotOrPretrained) -> str:
     """Return the first lines of a run: data, model, device, batch, memory, and the source of its
     weights.
 
@@ -50,7 +50,7 @@ def describe_run(run: Run, plan: str, origin: WeightSource) -> str:
     """
     args, config, process = run.args, run.model.config, run.process
     n_parameters = sum(p.numel() for p in run.model.parameters())
-    epochs = run.train_batches.epoch(args.num_steps * run.global_micro_batches_per_step)
+    epochs = run.train_batches.epochs_before(args.num_steps * run.global_micro_batches_per_step)
     tokens = args.num_steps * tokens_per_step(args, process.replicas)
     lines = [
         f"data     {run.data.description}",
@@ -92,7 +92,7 @@ def describe_device(run: Run) -> str:
         ]
         hardware = f" ({torch.cuda.get_device_name(device)}{''.join(settings)})"
     elif device.type == "cpu":
-        threads = run.run_identity["threads"]
+        threads = run.snapshot_metadata["threads"]
         hardware = f" ({threads} thread{'s' * (threads > 1)}; another number rounds sums otherwise)"
     in_tf32 = run.args.tf32 and device.type == "cuda" and run.compute_dtype == torch.float32
     precision = str(run.compute_dtype).removeprefix("torch.") + ", matmuls in TF32" * in_tf32
@@ -106,9 +106,9 @@ def archive_note_lines(run: Run) -> list[str]:
     archived = archived_path(path)
     if archived is None:
         return []
-    pairs = zip(paths_of_run(path), paths_of_run(archived), strict=True)
+    pairs = zip(files_of_run(path), files_of_run(archived), strict=True)
     old, new = next((old, new) for old, new in pairs if os.path.lexists(old))
-    resumable = old in paths_of_run(path)[:3]
+    resumable = old in files_of_run(path)[:3]
     hint = f"; to go on with that one: {resume_command(run, archived)}" if resumable else ""
     return [f"note     {old} is of another run and becomes {new}{hint}"]
 
@@ -118,7 +118,7 @@ def resume_lines(run: Run, origin: LoadedSnapshot) -> list[str]:
     save."""
     lines = [f"resume   {origin.fallback_reason}"] if origin.fallback_reason else []
     lines.append(f"resume   {origin.path}, step {run.step:,}")
-    saved, now = origin.state, run.run_identity
+    saved, now = origin.state, run.snapshot_metadata
     if run.step < run.args.num_steps:  # with no step left, no change has an effect
         if changed := describe_changes(saved, now):
             lines.append(f"resume   changed, from here on: {', '.join(changed)}")
@@ -170,7 +170,7 @@ def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, A
     seconds = clock.end_interval()
     return {
         "step": run.step,
-        "epoch": run.train_batches.epoch(run.step * run.global_micro_batches_per_step),
+        "epoch": run.train_batches.epochs_before(run.step * run.global_micro_batches_per_step),
         "lr": run.optimizer.param_groups[0]["lr"],
         "train_loss": loss,
         "train_ppl": perplexity(loss),
@@ -221,8 +221,11 @@ def describe_recent_loss(run: Run, record: dict[str, Any]) -> str:
     finite = [loss for loss in values if math.isfinite(loss)]
     total, count = run.process.sum_over_replicas([sum(finite), len(finite)])
     if not count:
-        return f"loss {format_loss(record['train_loss'])}"
-    return f"loss {format_loss(total / count)}, mean of the last {len(run.recent_losses):,} steps"
+        return f"loss {format_loss_and_perplexity(record['train_loss'])}"
+    return (
+        f"loss {format_loss_and_perplexity(total / count)}, mean of the last "
+        f"{len(run.recent_losses):,} steps"
+    )
 
 
 def sample_text(run: Run) -> str:
@@ -238,12 +241,12 @@ def sample_text(run: Run) -> str:
     return run.data.tokenizer.decode(ids[0, 1:].tolist())
 
 
-def describe_out_of_memory(run: Run) -> str:
+def describe_policy_switches(run: Run) -> str:
     """Return how often memory ran out, and the policies that were used in turn, as text: "; ran out
     2 times: none -> cheap -> full". Processes may differ: the text lists each distinct sequence of
     policies. Return "" if memory never ran out. All processes must call this together."""
     # The policy with which memory ran out before torchrun restarted this run, if there is one.
-    before = [*filter(None, [run.process.last_out_of_memory_policy()])]
+    before = [*filter(None, [run.process.last_failed_policy()])]
     chains = run.process.all_gather_object(
         (*before, *run.policies_out_of_memory, run.model.config.recompute)
     )
@@ -274,7 +277,7 @@ def describe_result(
         f"val      loss {format_validation(record)}",
         # If this process ran no step, because only an evaluation was left, there is no speed.
         *([f"speed    {speed}"] if run.clock.steps else []),
-        f"memory   peak {peak}{describe_out_of_memory(run)}",
+        f"memory   peak {peak}{describe_policy_switches(run)}",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
         f"saved    {args.checkpoint_path}" + f", lowest validation loss: {best}" * best.exists(),
         f"next     {generate_command(run)}",

@@ -48,7 +48,7 @@ def load_newest(path: Path) -> LoadedSnapshot:
         why = f"{'; '.join(problems)}; taking {file}" if problems else ""
         return LoadedSnapshot(state, file, why)
     # If `path` exists, it is no readable snapshot, and a new run must not replace it (see
-    # `check_path`). So suggest another name.
+    # `check_no_path_conflict`). So suggest another name.
     start = " under another name" if os.path.exists(path) else ""
     raise SnapshotError(
         f"--resume: {problems[0]}; start without --resume{start}, or name the file with "
@@ -74,7 +74,7 @@ def load_own_run(path: Path, run_id: str) -> LoadedSnapshot | None:
     return load_newest(path) if any(of_run) else None
 
 
-def typed_flags(state: State) -> dict[str, Any]:
+def explicit_flags(state: State) -> dict[str, Any]:
     """Return the flags that were typed for the run of a snapshot, as a dict. Its keys are names
     without dashes, e.g. `n_layers`. All other flags of that run follow from the typed flags."""
     saved = state["args"]
@@ -99,7 +99,7 @@ def restore_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
         reason = message.removeprefix("argument ")
         raise SnapshotError(f"{resumed.path} is no MiniGPT snapshot (of its flags, {reason})")
 
-    restored = typed_flags(resumed.state)
+    restored = explicit_flags(resumed.state)
     for name in (*args.typed, "resume", "checkpoint_path"):
         for replaced in (name, *DROPPED_IF_TYPED.get(name, ())):
             restored.pop(replaced, None)
@@ -131,7 +131,8 @@ def check_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
 def check_resumable(saved: State, now: State, path: Path) -> None:
     """Raise SnapshotError if a run cannot resume because its data or its batch has changed.
 
-    `saved`: state of the snapshot at `path`. `now`: result of `setup.run_identity` for this run.
+    `saved`: state of the snapshot at `path`. `now`: result of `setup.make_snapshot_metadata` for
+    this run.
 
     The following may change: flags that only decide how memory is used (they change no result), the
     learning rate, the number of steps, and the intervals of logs, evaluations and saves. The number

@@ -39,7 +39,7 @@ class Run:
     args: argparse.Namespace
     process: OneProcess
     data: Dataset
-    run_identity: State  # part of each snapshot: config, flags, tokenizer, data
+    snapshot_metadata: State  # part of each snapshot: config, flags, tokenizer, data
     model: MiniGPT
     optimizer: torch.optim.Optimizer
     compute_dtype: torch.dtype
@@ -68,7 +68,7 @@ class Run:
     # Function (policy, peak_bytes) -> predicted step with the next policy that needs less memory
     # than `policy`; None if no policy needs less. `peak_bytes`: measured peak of `policy`; None:
     # not measured. The function may raise any error if the memory cannot be predicted.
-    find_smaller_step: Callable[..., StepMemory | None] = lambda *_: None
+    find_deeper_recompute_step: Callable[..., StepMemory | None] = lambda *_: None
     # Function that raises UsageError if model.py gives other results with the model's present
     # policy than without recompute.
     check_techniques: Callable[[], None] = lambda: None
@@ -119,7 +119,7 @@ def save(run: Run, path: Path, record: dict[str, Any]) -> None:
     full_state = run.process.full_state_dicts(run.model, run.optimizer)
     if run.process.rank == 0:
         state = {
-            **run.run_identity,
+            **run.snapshot_metadata,
             **full_state,
             "scaler": run.scaler.state_dict(),
             "step": run.step,
@@ -131,7 +131,7 @@ def save(run: Run, path: Path, record: dict[str, Any]) -> None:
         run.saved_step, run.last_save_time, run.save_requested = run.step, monotonic(), False
 
 
-def is_save_requested(run: Run) -> bool:
+def is_save_requested_or_overdue(run: Run) -> bool:
     """Return True if a signal asked this process for a save, or if the last save is --save-minutes
     old."""
     minutes = run.args.save_minutes
@@ -177,7 +177,7 @@ def retry_until_it_fits(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> 
             if not is_out_of_memory(error):
                 raise
             if not run.process.can_retry_alone():
-                run.process.remember_out_of_memory_policy(run.model.config.recompute)
+                run.process.remember_failed_policy(run.model.config.recompute)
                 raise
             message = str(error)
         # Call `free_and_switch_policy` after the `except` block. Inside the block, the error's
@@ -215,10 +215,10 @@ def free_and_switch_policy(run: Run, message: str) -> None:
     if step is None:
         # This error ends all processes. If torchrun then starts them again, they read this policy,
         # and look for a policy that needs less memory.
-        process.remember_out_of_memory_policy(policy)
+        process.remember_failed_policy(policy)
         raise MemoryError(message)
     run.clock.expect_peak(step.peak)
-    taken = run.run_identity["config"]["recompute"] = step.config.recompute
+    taken = run.snapshot_metadata["config"]["recompute"] = step.config.recompute
     run.policies_out_of_memory.append(policy)
     same = "" if run.args.compile or run.args.mlp_chunks != 1 else ": same results"
     process.print_rank(
@@ -236,7 +236,7 @@ def switch_to_smaller_policy(run: Run, seen: int | None) -> StepMemory | None:
     """
     config, policy = run.model.config, run.model.config.recompute
     with suppress(Exception):
-        while step := run.find_smaller_step(policy, seen):
+        while step := run.find_deeper_recompute_step(policy, seen):
             policy, seen = step.config.recompute, None
             run.model.config = replace(config, recompute=policy)
             with suppress(UsageError):  # a changed model.py may be exact with some policies only

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data import DataError, Dataset, Tokenizer, TrainBatches, ValBatches, load_dataset
-from memory import POLICIES, parse_config_recompute
+from memory import POLICIES, recompute_plan_of_config
 from memory.policies import activation_checkpoint, default_generator
 from model import MiniGPT, MiniGPTConfig
 
@@ -32,10 +32,16 @@ from .flags import (
     resolve_defaults,
     set_num_steps,
 )
-from .metrics import LOGGER_MODULES, check_logger, find_logged_record, open_logger, open_metrics
+from .metrics import (
+    LOGGER_MODULES,
+    check_logger,
+    find_logged_record,
+    open_external_logger,
+    open_metrics,
+)
 from .optimizer import make_optimizer
 from .plan import MemoryPlan, plan_memory, vocab_size_of
-from .pretrained import Pretrained, WeightSource, open_init_from
+from .pretrained import Pretrained, SnapshotOrPretrained, open_init_from
 from .process import OneProcess
 from .report import describe_run
 from .run import Run
@@ -44,7 +50,7 @@ from .snapshot import (
     SnapshotError,
     State,
     bytes_of,
-    check_path,
+    check_no_path_conflict,
     check_shapes,
     claim,
     copy_as_newest_snapshot,
@@ -64,8 +70,8 @@ MAY_DIFFER = set(
     "train_data val_data tokenizer_name checkpoint_path init_from device amp_dtype no_amp "
     "memory_budget log_to profile typed".split()
 )
-# Name in `Facts` -> advice if processes differ in this fact.
-MISMATCH_HINTS = {
+# Name in `ConsistencyFacts` -> advice if processes differ in this fact.
+RANK_MISMATCH_HINTS = {
     "--checkpoint-path": "all must see the same snapshot, on a disk that they share",
     "--init-from": "all must start from the same weights",
     "--device": "choose one that all have",
@@ -82,7 +88,7 @@ DERIVED_FLAGS = (
 )
 # Values that must be the same in all processes. The keys are names that the user knows, mostly
 # flags.
-Facts = dict[str, Any]
+ConsistencyFacts = dict[str, Any]
 
 
 def set_up_from_flags(
@@ -123,7 +129,9 @@ def set_up_from_flags(
     return build_run(args, process, origin)
 
 
-def build_run(args: argparse.Namespace, process: OneProcess, origin: WeightSource = None) -> Run:
+def build_run(
+    args: argparse.Namespace, process: OneProcess, origin: SnapshotOrPretrained = None
+) -> Run:
     """Make the data, the model and the optimizer of a run, and return the run.
 
     `origin`: the snapshot or the pretrained weights from which the run starts; None: draw random
@@ -133,10 +141,12 @@ def build_run(args: argparse.Namespace, process: OneProcess, origin: WeightSourc
     device, precision = process.device, choose_precision(args, process.device)
     set_matmul_precision(device, args.tf32)
     data, plan = load_data_and_plan(args, process, precision, origin)
-    train = TrainBatches(data.train_files, args.batch_size, args.seq_len, args.data_seed, device)
+    train = TrainBatches(
+        data.train_token_files, args.batch_size, args.seq_len, args.data_seed, device
+    )
     set_num_steps(args, process.replicas, train.n_windows)
-    val = ValBatches(data.val_files, args.batch_size, args.seq_len, args.eval_tokens, device)
-    identity = run_identity(args, process, plan.config, data)
+    val = ValBatches(data.val_token_files, args.batch_size, args.seq_len, args.eval_tokens, device)
+    identity = make_snapshot_metadata(args, process, plan.config, data)
     with torch.device("meta"):
         model = MiniGPT(plan.config)
     if buffers := [name for name, _ in model.named_buffers()]:
@@ -160,9 +170,9 @@ def build_run(args: argparse.Namespace, process: OneProcess, origin: WeightSourc
     optimizer = make_optimizer(model, args, device, precision)
     clock = make_clock(args, process, model, optimizer, plan.planned_and_plain_peaks)
     run = Run(args, process, data, identity, model, optimizer, precision, train, val, clock)
-    run.held_lock, run.find_smaller_step, run.check_techniques = (
+    run.held_lock, run.find_deeper_recompute_step, run.check_techniques = (
         held_lock,
-        plan.find_smaller_step,
+        plan.find_deeper_recompute_step,
         check,
     )
     if resumed is not None:
@@ -176,7 +186,10 @@ def build_run(args: argparse.Namespace, process: OneProcess, origin: WeightSourc
 
 
 def load_data_and_plan(
-    args: argparse.Namespace, process: OneProcess, precision: torch.dtype, origin: WeightSource
+    args: argparse.Namespace,
+    process: OneProcess,
+    precision: torch.dtype,
+    origin: SnapshotOrPretrained,
 ) -> tuple[Dataset, MemoryPlan]:
     """Load the data and predict the memory of a step. Check that all processes train the same model
     on the same data.
@@ -190,7 +203,7 @@ def load_data_and_plan(
         process.all_gather_object(consistency_facts(args, process, precision, origin))
     )
     resuming = isinstance(origin, LoadedSnapshot)
-    process.run_on_rank0_only(lambda: check_path(args.checkpoint_path, resuming))
+    process.run_on_rank0_only(lambda: check_no_path_conflict(args.checkpoint_path, resuming))
     # Bytes of CPU memory that the snapshot's tensors take until they are restored.
     held = bytes_of(origin.state) if isinstance(origin, LoadedSnapshot) else 0
     config = model_config(
@@ -215,13 +228,16 @@ def load_data_and_plan(
 
 
 def consistency_facts(
-    args: argparse.Namespace, process: OneProcess, precision: torch.dtype, origin: WeightSource
-) -> Facts:
+    args: argparse.Namespace,
+    process: OneProcess,
+    precision: torch.dtype,
+    origin: SnapshotOrPretrained,
+) -> ConsistencyFacts:
     """Return all facts that must be the same in all processes, except the facts about the data."""
     snapshot = "no snapshot to go on from"
     if isinstance(origin, LoadedSnapshot):
         snapshot = f"step {origin.state['step']} of run {str(origin.state.get('run'))[:8]}"
-    checksum = origin.checksum if isinstance(origin, Pretrained) else None
+    checksum = origin.weights_checksum if isinstance(origin, Pretrained) else None
     return {
         "--checkpoint-path": snapshot,
         "--init-from": f"weights of checksum {checksum}",
@@ -233,13 +249,13 @@ def consistency_facts(
     }
 
 
-def data_consistency_facts(data: Dataset) -> Facts:
+def data_consistency_facts(data: Dataset) -> ConsistencyFacts:
     """Return the facts about the data that must be the same in all processes."""
     prints = f"{data.fingerprint[:8]} {data.tokenizer.fingerprint[:8]}"
     return {"--train-data": f"{data.description}, fingerprint {prints}"}
 
 
-def check_same_on_all_ranks(of_each: list[Facts]) -> None:
+def check_same_on_all_ranks(of_each: list[ConsistencyFacts]) -> None:
     """Raise UsageError for the first fact that differs between processes.
 
     `of_each`: the facts of each process, in the order of the ranks.
@@ -248,7 +264,7 @@ def check_same_on_all_ranks(of_each: list[Facts]) -> None:
     for name in sorted(first, key=DERIVED_FLAGS.__contains__):
         for rank, facts in enumerate(of_each):
             if facts[name] != first[name]:
-                hint = MISMATCH_HINTS.get(name, "start all with the same flags")
+                hint = RANK_MISMATCH_HINTS.get(name, "start all with the same flags")
                 difference = f"rank 0 has {first[name]}, rank {rank} has {facts[name]}"
                 raise UsageError(f"{name}: {difference}: {hint}")
 
@@ -256,7 +272,7 @@ def check_same_on_all_ranks(of_each: list[Facts]) -> None:
 # ---- Parts of a run
 
 
-def vocab_size_upper_bound(args: argparse.Namespace, origin: WeightSource) -> int:
+def vocab_size_upper_bound(args: argparse.Namespace, origin: SnapshotOrPretrained) -> int:
     """Return the largest vocabulary size that the run can have, without reading the data.
 
     Raises DataError, or SnapshotError as `tokenizer_of_origin` does.
@@ -265,7 +281,7 @@ def vocab_size_upper_bound(args: argparse.Namespace, origin: WeightSource) -> in
     return tokenizer.vocab_size if tokenizer else vocab_size_of(args)
 
 
-def tokenizer_of_origin(origin: WeightSource) -> Tokenizer | None:
+def tokenizer_of_origin(origin: SnapshotOrPretrained) -> Tokenizer | None:
     """Return the tokenizer of a snapshot or of pretrained weights; None if `origin` is None.
 
     Raises SnapshotError if the snapshot contains no valid tokenizer.
@@ -290,12 +306,14 @@ def archive_and_open_logs(run: Run) -> None:
             rename_older_run(path)
         run.metric_writers.append(open_metrics(sibling_path(path, ".metrics.jsonl"), run.step))
         if run.args.log_to in LOGGER_MODULES:
-            log = open_logger(run.args, run.run_identity, run.step, run.process.print0)
+            log = open_external_logger(
+                run.args, run.snapshot_metadata, run.step, run.process.print0
+            )
             run.metric_writers.append(log)
 
 
 def find_data(
-    args: argparse.Namespace, process: OneProcess, origin: WeightSource = None
+    args: argparse.Namespace, process: OneProcess, origin: SnapshotOrPretrained = None
 ) -> Dataset:
     """Return the data that the flags of the group "data" describe.
 
@@ -306,7 +324,7 @@ def find_data(
     return load_dataset(**flags, tokenizer=tokenizer_of_origin(origin), say=process.print0)
 
 
-def run_identity(
+def make_snapshot_metadata(
     args: argparse.Namespace, process: OneProcess, config: MiniGPTConfig, data: Dataset
 ) -> State:
     """Return the part of a snapshot that identifies its run. This part has plain types only, no
@@ -356,7 +374,7 @@ def restore_run(resumed: LoadedSnapshot, run: Run) -> None:
         or {}
     )
     run.unlogged_record = {} if logged else dict(record)
-    if resume.validation_key(resumed.state) == resume.validation_key(run.run_identity):
+    if resume.validation_key(resumed.state) == resume.validation_key(run.snapshot_metadata):
         run.best_val_loss = min(resumed.state["best_val_loss"], logged.get("val_loss") or math.inf)
 
 
@@ -368,7 +386,7 @@ def restore_run(resumed: LoadedSnapshot, run: Run) -> None:
 # config.dropout is 0, or a block that counts its calls. Also, the chunked loss is written
 # separately, in memory/head.py. So each technique is compared with model.py without the technique.
 
-N_CHECK_TOKENS = 8  # number of tokens in each sequence of these comparisons
+N_TECHNIQUE_CHECK_TOKENS = 8  # number of tokens in each sequence of these comparisons
 
 
 def check_techniques_are_exact(
@@ -389,19 +407,19 @@ def check_techniques_are_exact(
     """
     checked = set[Any]()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-        check_embed_and_loss(model)
-        for i, policy in enumerate(parse_config_recompute(model.config).policies):
+        check_embed_and_loss_are_exact(model)
+        for i, policy in enumerate(recompute_plan_of_config(model.config).policies):
             kind = policy, *map(module_signature, model.blocks[i].modules())
             if kind in checked:
                 continue
             checked.add(kind)
-            if shared and block_sees_other_tokens(model, i, device):
+            if shared and mixes_tokens_outside_attention(model, i, device):
                 raise UsageError(
                     f"block {i} of model.py looks at other tokens, or at positions, outside of "
                     "Attention.attend: sequences cannot be shared; train_fsdp.py can train it"
                 )
             if policy != "none" and (
-                wrong := describe_block_difference(model, i, policy, device, precision)
+                wrong := describe_recompute_difference(model, i, policy, device, precision)
             ):
                 raise UsageError(
                     f"--use-activation-checkpoint: block {i} under {policy} is not the block of "
@@ -409,7 +427,7 @@ def check_techniques_are_exact(
                 )
 
 
-def check_embed_and_loss(model: MiniGPT) -> None:
+def check_embed_and_loss_are_exact(model: MiniGPT) -> None:
     """Compare the order of the blocks, the embedding lookup and the loss with those of plain
     model.py. See `check_techniques_are_exact`."""
     ours, config, policy = cast(Any, model), model.config, model.config.recompute
@@ -420,7 +438,7 @@ def check_embed_and_loss(model: MiniGPT) -> None:
             "blocks in another order, which only none and full (with --mlp-chunks 1) can follow"
         )
     ids, embedding = (
-        torch.arange(2 * N_CHECK_TOKENS).view(2, -1),
+        torch.arange(2 * N_TECHNIQUE_CHECK_TOKENS).view(2, -1),
         nn.Embedding(config.vocab_size, 16),
     )
     ids, labels = ids % config.vocab_size, (ids % config.vocab_size).where(ids > 0, -100)
@@ -444,7 +462,7 @@ def module_signature(module: nn.Module) -> tuple:
     return type(module), *shapes, *values
 
 
-def new_block(model: MiniGPT, i: int, device: torch.device) -> Any:
+def copy_block_with_random_weights(model: MiniGPT, i: int, device: torch.device) -> Any:
     """Return a copy of block `i` on `device`, with random weights."""
     block = copy.deepcopy(model.blocks[i]).to_empty(device=device)
     torch.manual_seed(0)
@@ -453,16 +471,19 @@ def new_block(model: MiniGPT, i: int, device: torch.device) -> Any:
     return block
 
 
-def describe_block_difference(
+def describe_recompute_difference(
     model: MiniGPT, i: int, policy: str, device: torch.device, precision: torch.dtype
 ) -> str:
     """Run block `i` with `policy` and without it. Return the first difference as text; "" if there
     is none."""
-    config, block = replace(model.config, n_layers=1, recompute=policy), new_block(model, i, device)
+    config, block = (
+        replace(model.config, n_layers=1, recompute=policy),
+        copy_block_with_random_weights(model, i, device),
+    )
     alone = SimpleNamespace(
         config=config, blocks=[block.train()], training=True, parameters=block.parameters
     )
-    n_tokens = min(N_CHECK_TOKENS, config.max_position_embeddings)
+    n_tokens = min(N_TECHNIQUE_CHECK_TOKENS, config.max_position_embeddings)
     x, grad = torch.randn(2, 1, n_tokens, config.d_model, device=device).unbind()
     inputs = {"x": x.requires_grad_()} | dict(block.named_parameters())
     inputs = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
@@ -511,11 +532,11 @@ def describe_block_difference(
     return next((f"{name} differs" for name, a, b in pairs if not torch.equal(a, b)), "")
 
 
-def block_sees_other_tokens(model: MiniGPT, i: int, device: torch.device) -> bool:
+def mixes_tokens_outside_attention(model: MiniGPT, i: int, device: torch.device) -> bool:
     """Return True if block `i` uses other tokens, or the position of a token, outside of
     attention."""
-    block = new_block(model, i, device).eval()
-    x = torch.randn(1, N_CHECK_TOKENS, model.config.d_model, device=device)
+    block = copy_block_with_random_weights(model, i, device).eval()
+    x = torch.randn(1, N_TECHNIQUE_CHECK_TOKENS, model.config.d_model, device=device)
     block.attn.attend = lambda qkv, kv_cache=None: qkv[..., : x.size(2)]
     return depends_on_earlier_tokens(block, x)
 
@@ -526,5 +547,5 @@ def depends_on_earlier_tokens(run: Callable[[Tensor], Tensor], x: Tensor) -> boo
 
     `run` maps x, (1, T, C), to a tensor of the same shape.
     """
-    last = slice(N_CHECK_TOKENS // 2, None)
+    last = slice(N_TECHNIQUE_CHECK_TOKENS // 2, None)
     return not torch.allclose(run(x)[:, last], run(x[:, last]), rtol=1e-3, atol=1e-4)

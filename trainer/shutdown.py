@@ -164,7 +164,7 @@ class NotFinite(Exception):
     on."""
 
 
-def nan_if_infinite(loss: Tensor) -> Tensor:
+def nan_grads_if_infinite(loss: Tensor) -> Tensor:
     """Return the scalar `loss` unchanged if it is finite; else return a loss whose gradients are
     all NaN.
 
@@ -182,8 +182,8 @@ class SkippedUpdateCounter:
     The norm of the gradients decides whether the device skips an update, and the norm is in the
     device's memory. If Python read the norm at once, Python would wait for the GPU in each step,
     and then the GPU would wait for Python. So the norm is copied to the CPU in the background, and
-    read during the next step. `read_last_norm` reads the norm earlier, if the number of skips is
-    needed at once.
+    read during the next step. `count_skips_in_a_row` reads the norm earlier, if the number of skips
+    is needed at once.
     """
 
     def __init__(self, run: Run):
@@ -196,11 +196,11 @@ class SkippedUpdateCounter:
     def add_grad_norm(self, grad_norm: Tensor) -> None:
         """Store the scalar norm of the step that has just ended. First read the norm of the step
         before."""
-        self.read_last_norm()
+        self.count_skips_in_a_row()
         self.unread_norm = self.run.step, grad_norm.to("cpu", non_blocking=grad_norm.is_cuda)
         self.copied.record()
 
-    def read_last_norm(self) -> int:
+    def count_skips_in_a_row(self) -> int:
         """Wait for the last step. Return how many updates were skipped in a row, up to that step.
 
         Prints one warning per skip. Raises NotFinite after 3 skips in a row; with float16, after
@@ -245,7 +245,7 @@ def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> st
     less = None
     policy = run.model.config.recompute
     with suppress(Exception):  # planning may run out of memory, too
-        less = run.find_smaller_step(policy)
+        less = run.find_deeper_recompute_step(policy)
     back = f"; {resume_hint(run)}" if run.saved_step else ""
     now = describe_memory_flags(with_flags(args, use_activation_checkpoint=policy))
     change = describe_suggested_change(args, run.process.device.type, policy, less)

@@ -2,8 +2,8 @@
 resume.
 
 A run never overwrites the files of another run. Before a run starts, it checks that its path may be
-written (`check_path`), and locks the path (`claim`). Then the run renames the files that an older
-run left there (`rename_older_run`).
+written (`check_no_path_conflict`), and locks the path (`claim`). Then the run renames the files
+that an older run left there (`rename_older_run`).
 
 A snapshot is a dict of plain types and tensors. `torch.save` writes the dict. `torch.load` reads it
 with `weights_only=True`, so opening a file from another person never runs code in the file. The
@@ -261,17 +261,17 @@ class LoadedSnapshot:
 # ---- The path of a run
 
 
-def path_error(reason: str) -> SnapshotError:
+def make_path_error(reason: str) -> SnapshotError:
     """Return a SnapshotError that names --checkpoint-path."""
     return SnapshotError(f"--checkpoint-path: {reason}")
 
 
-def paths_of_run(path: Path) -> list[Path]:
+def files_of_run(path: Path) -> list[Path]:
     """Return all files that a run at `path` writes, except its lock."""
     return [path, *(sibling_path(path, suffix) for suffix in SIBLING_SUFFIXES)]
 
 
-def check_path(path: Path, resuming: bool) -> None:
+def check_no_path_conflict(path: Path, resuming: bool) -> None:
     """Raise SnapshotError if a run may not use `path`. This function writes nothing.
 
     A new run may not replace a file that is no snapshot, because a typing error must not cost a
@@ -279,12 +279,12 @@ def check_path(path: Path, resuming: bool) -> None:
     would also be another run's.
     """
     if is_prev_or_best(path):
-        raise path_error(f"{path} is another run's second file; copy it to a name of its own")
+        raise make_path_error(f"{path} is another run's second file; copy it to a name of its own")
     if not resuming and os.path.exists(path) and not peek(path):
-        raise path_error(f"{path} is there and is no snapshot; name another file")
+        raise make_path_error(f"{path} is there and is no snapshot; name another file")
     for twin in {sibling_path(path, ending) for ending in ENDINGS} - {path}:
         if peek(twin):
-            raise path_error(f"{path} would share its files with {twin}; name another file")
+            raise make_path_error(f"{path} would share its files with {twin}; name another file")
 
 
 def claim(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
@@ -304,13 +304,13 @@ def claim(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
         longest.unlink()
         file = open(sibling_path(path, ".lock"), "a")
     except OSError as error:
-        raise path_error(f"cannot write {path}: {error.strerror or error}") from None
+        raise make_path_error(f"cannot write {path}: {error.strerror or error}") from None
     try:
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise path_error(f"another run is writing to {path}; name another file") from None
+        raise make_path_error(f"another run is writing to {path}; name another file") from None
     except (ImportError, OSError):  # Windows, or a file system without locks
         pass
     if resumed is not None:
@@ -332,14 +332,14 @@ def rename_older_run(path: Path) -> None:
         return
     # Rename the newest snapshot last: if this process dies halfway, the next run finds the snapshot
     # at `path`, and renames the rest.
-    files = reversed(list(zip(paths_of_run(path), paths_of_run(aside), strict=True)))
+    files = reversed(list(zip(files_of_run(path), files_of_run(aside), strict=True)))
     try:
         for file, renamed in files:
             if os.path.lexists(file):
                 os.replace(file, renamed)
     except OSError as error:
         reason = f"cannot rename {file}, of another run: {error.strerror or error}"
-        raise path_error(f"{reason}; name another file") from None
+        raise make_path_error(f"{reason}; name another file") from None
 
 
 def archived_path(path: Path) -> Path | None:
@@ -349,7 +349,7 @@ def archived_path(path: Path) -> Path | None:
     name contains the time of its last log line. Returns None if there is no older run. (Empty files
     do not count: a run that is killed before its first log line leaves empty files.)
     """
-    existing = [file for file in paths_of_run(path) if os.path.lexists(file)]
+    existing = [file for file in files_of_run(path) if os.path.lexists(file)]
     if not any(file.lstat().st_size for file in existing):
         return None
     date = time.strftime("%Y-%m-%d-%H%M%S", time.localtime(existing[0].lstat().st_mtime))
@@ -360,7 +360,7 @@ def unused_path(path: Path, suffix: str) -> Path:
     """Return the first path of `runSUFFIX.pt`, `runSUFFIX-2.pt`, ... at which no run has files."""
     numbered = (f"-{number}" * (number > 1) for number in count(1))
     names = (sibling_path(path, f"{suffix}{number}.pt") for number in numbered)
-    return next(name for name in names if not any(map(os.path.lexists, paths_of_run(name))))
+    return next(name for name in names if not any(map(os.path.lexists, files_of_run(name))))
 
 
 def copy_as_newest_snapshot(source: Path, path: Path) -> None:

@@ -28,7 +28,7 @@ from .process import OneProcess
 TIMEOUT_S = "1800"
 
 
-class Torchrun(OneProcess):
+class TorchrunProcess(OneProcess):
     """A process that torchrun started. Environment variables give its rank and rank 0's address."""
 
     def __init__(self, args: argparse.Namespace):
@@ -83,11 +83,11 @@ class Torchrun(OneProcess):
         end_with_torchrun()
         return store
 
-    def remember_out_of_memory_policy(self, policy: str) -> None:
+    def remember_failed_policy(self, policy: str) -> None:
         if self.store is not None:
             self.store.set("minigpt/shortage", policy)
 
-    def last_out_of_memory_policy(self) -> str:
+    def last_failed_policy(self) -> str:
         if self.store is None or not self.store.check(["minigpt/shortage"]):
             return ""
         return self.store.get("minigpt/shortage").decode()
@@ -114,7 +114,7 @@ class Torchrun(OneProcess):
         """Connect the CPUs of all processes by gloo. Raises UsageError if gloo cannot do that.
 
         Python objects and decisions are sent through this group, so they need not wait for the
-        GPUs. `new_device_group` connects the GPUs later, after a check that all processes have the
+        GPUs. `new_nccl_group` connects the GPUs later, after a check that all processes have the
         same settings. (Otherwise NCCL would wait half an hour for a process that found no GPU.)
         """
         options: dict[str, Any] = {"timeout": self.timeout}
@@ -138,7 +138,7 @@ class Torchrun(OneProcess):
                 "others (one name, as `ip addr` lists them)"
             ) from None
 
-    def new_device_group(self) -> "dist.ProcessGroup | None":
+    def new_nccl_group(self) -> "dist.ProcessGroup | None":
         """Return a new NCCL group of all processes' GPUs, or None: use the default gloo group.
 
         All processes must call this together.

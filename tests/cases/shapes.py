@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as some
 
-from memory import RECOMPUTE_POLICIES
+from memory import POLICY_NAMES
 from model import MiniGPTConfig
 
 T = 32
@@ -24,7 +24,7 @@ WIDE = replace(CONFIG, vocab_size=61, d_model=64, d_ff=192)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 MEMORY = [
-    *({"recompute": policy} for policy in RECOMPUTE_POLICIES),
+    *({"recompute": policy} for policy in POLICY_NAMES),
     {"recompute": "mlp:2"},
     {"recompute": "full/2"},
     {"recompute": "full:3/2+nested"},
@@ -48,9 +48,9 @@ def ways(n_layers: int, first: str = "", ends: tuple[str, ...] = ("", "+offload"
     def spell(first: str, n: str, group: str, end: str) -> str:
         return first + n + group * (first == "full") + end
 
-    rest = some.sampled_from(["", *(f",{policy}" for policy in RECOMPUTE_POLICIES)])
+    rest = some.sampled_from(["", *(f",{policy}" for policy in POLICY_NAMES)])
     n = some.just("") | some.builds(":{}{}".format, some.integers(1, n_layers), rest)
-    firsts = some.just(first) if first else some.sampled_from(RECOMPUTE_POLICIES[1:])
+    firsts = some.just(first) if first else some.sampled_from(POLICY_NAMES[1:])
     return some.builds(spell, firsts, n, some.sampled_from(GROUPS), some.sampled_from(ends))
 
 

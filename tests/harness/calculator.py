@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness.runs import ROOT
 
-from memory import RECOMPUTE_POLICIES, parse_config_recompute
+from memory import POLICY_NAMES, recompute_plan_of_config
 from model import MiniGPTConfig
 
 PAGE, SCRIPT = ROOT / "docs/calculator.html", ROOT / "docs/calculator.js"
@@ -51,7 +51,7 @@ def random_shapes(n: int, seed: int = 0) -> list[dict[str, Any]]:
     for i in range(n):
         heads, layers = draw.randint(1, 25), draw.randint(1, 8 if i % 10 else 48)
         width = heads * pick(8, 32, 40, 64, 64, 128)
-        seq_len, policy = pick(7, 64, 100, 512, 1024, 4096), pick(*RECOMPUTE_POLICIES)
+        seq_len, policy = pick(7, 64, 100, 512, 1024, 4096), pick(*POLICY_NAMES)
         some = None if policy == "none" else pick(None, draw.randint(0, layers))
         config = MiniGPTConfig(
             vocab_size=pick(61, 257, 1024, 5001, 32000, 50257, 200_000),
@@ -81,7 +81,7 @@ def random_shapes(n: int, seed: int = 0) -> list[dict[str, Any]]:
 
 def as_page(shape: dict[str, Any]) -> dict[str, Any]:
     """Return a result of `random_shapes` with the names that the page's functions use."""
-    config, policies = shape["config"], parse_config_recompute(shape["config"]).policies
+    config, policies = shape["config"], recompute_plan_of_config(shape["config"]).policies
     same = {LETTERS[name]: getattr(config, name) for name in LETTERS}
     same |= {"B": shape["batch_size"], "T": shape["seq_len"], "dropout": config.dropout > 0}
     same |= {name: str(shape[name]).removeprefix("torch.") for name in ("precision", "moments")}

@@ -32,7 +32,7 @@ def shared(key: tuple, make: Any) -> Planner:
     changed = (
         Planner.__init__,
         Planner.run_fake_step,
-        step.make_representative_starts,
+        step.make_chunk_starts_replacement,
         step.kernel_workspace_bytes,
         step.cublas_workspace_bytes(),
     )

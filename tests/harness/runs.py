@@ -242,7 +242,7 @@ def plan_nothing() -> None:
     for a run that torchrun has restarted after an out-of-memory error."""
 
     def plan(args, process, config, precision, *given):
-        if args.use_activation_checkpoint == "auto" or process.last_out_of_memory_policy():
+        if args.use_activation_checkpoint == "auto" or process.last_failed_policy():
             return trainer.plan.plan_memory(args, process, config, precision, *given)
         way = process.gradients_persist, process.world_size, process.shard_degree, process.sp_degree
         what = args, config.vocab_size, process.device, precision, MemoryBudget(None, "cpu"), None

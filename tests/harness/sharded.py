@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 import train_ddp  # noqa: E402
-from memory import RECOMPUTE_POLICIES, offload, policies  # noqa: E402
+from memory import POLICY_NAMES, offload, policies  # noqa: E402
 from model import MiniGPT, MiniGPTConfig  # noqa: E402
 from train_ddp import DDPProcess  # noqa: E402
 from train_fsdp import FSDPProcess  # noqa: E402
@@ -115,7 +115,7 @@ SHAPE = MiniGPTConfig(
     vocab_size=61, max_position_embeddings=16, n_layers=3, n_heads=2, d_model=32, d_ff=64,
     dropout=0.1, loss_chunks=4,
 )  # fmt: skip
-VARIANTS: list[dict] = [{"recompute": policy} for policy in RECOMPUTE_POLICIES]
+VARIANTS: list[dict] = [{"recompute": policy} for policy in POLICY_NAMES]
 VARIANTS += [
     {"recompute": "mlp:1,full"},
     {"recompute": "full+offload"},
@@ -194,7 +194,7 @@ def steps(fsdp: FSDPProcess, which: str) -> str:
 # ---- together: every process has some tokens of each sequence
 
 UNEVEN = {"n_heads": 5, "d_model": 80}  # 2 or 4 processes get unequal numbers of the 5 heads
-POLICIES_TOGETHER = [*RECOMPUTE_POLICIES, "mlp:1,full", "full/3+nested", "full/2+nested"]
+POLICIES_TOGETHER = [*POLICY_NAMES, "mlp:1,full", "full/3+nested", "full/2+nested"]
 POLICIES_TOGETHER += ["full+offload", "cheap+offload", "full/2+nested+offload", "full", "none"]
 
 
