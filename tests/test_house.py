@@ -35,7 +35,7 @@ ROOMS = {
 FILES_IN = {"trainer": 17, "scripts": 15}
 # Of a file: what is read from top to bottom, and pages.
 FILES_READ = {
-    "README.md": 150,
+    "README.md": 160,
     "README.zh-CN.md": 150,
     "model.py": 286,
     "train_minimal.py": 286,

@@ -97,8 +97,9 @@ def test_the_first_table_is_what_was_predicted():
     peaks = figures_of("124M, B=2"), figures_of("124M, B=12")
     wanted = [[f"{of[rung]:,.0f}" for of in peaks] for rung in ("plain", "none", "full")]
     assert [row[1:] for row in cells(README, "| | 2 seq")] == wanted
-    floor = 16 * count_parameters(GPT2_SMALL) / 2**20
-    assert f"\n{floor:,.0f} MiB of each figure are weights" in README
+    state, gradients = (n * count_parameters(GPT2_SMALL) / 2**20 for n in (12, 4))
+    assert f"\n{state:,.0f} MiB of each figure are the weights" in README
+    assert f" at its end\n{gradients:,.0f} MiB. " in README
     assert f"[{block_picture.step_cost('full'):.2f} times the FLOPs]" in README
 
 
