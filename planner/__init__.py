@@ -15,7 +15,8 @@ operators.py    describe an operator: the arguments that it reads and writes, it
 shards.py       add the memory that train_fsdp.py takes for sharding
 roofline.py     estimate the seconds of a step on a card (a GPU or another device)
 cards.py        list the cards that --card can name: memory, FLOP/s, bytes/s; find a card by name
-batches.py      find the largest batch that fits in memory, from the steps of two batch sizes
+batches.py      find the largest batch that fits in memory: extrapolate from planned steps of two
+                batch sizes
 choose.py       choose the fastest recompute policy that fits in memory
 formulas.py     compute memory and FLOPs by formulas that can be checked by hand
 """

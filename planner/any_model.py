@@ -59,7 +59,8 @@ def plan_step(
     exists before the step begins. Outputs of forward other than the loss, such as logits, are freed
     before backward, as in `model(**batch).loss.backward()`. If the model holds a tensor that is
     neither a parameter nor a registered buffer, this tensor is not counted. Tensors in closures and
-    globals are not copied with the model.
+    globals are not copied with the model. So if forward changes such a tensor in place, the
+    original tensor changes.
     On a CPU an nn.LSTM takes more memory than planned, because torch has a separate CPU kernel for
     it.
 
@@ -98,7 +99,8 @@ def plan_step(
     ):
         if is_wrong:
             raise ValueError(message)
-    fake = FakeModeWithRealInts(allow_non_fake_inputs=True)  # unregistered tensors stay real
+    # Allow inputs that are not fake: tensors that are neither parameters nor buffers stay real.
+    fake = FakeModeWithRealInts(allow_non_fake_inputs=True)
     leaves = [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
     with fake:
         copies = {

@@ -1,8 +1,9 @@
-"""Find the largest batch that fits in memory, from the steps of two batch sizes.
+"""Find the largest batch that fits in memory: extrapolate from planned steps of two batch sizes.
 
-With each further sequence the bytes after an operator grow by the same number. So two batch sizes
-suffice to extrapolate. The head is the exception: with more tokens it has more chunks, not larger
-chunks. So the bytes of the head come from a formula: `head_bytes` in planner/formulas.py.
+The bytes that exist after an operator grow by the same number with each further sequence. So two
+batch sizes suffice to extrapolate. The head is the exception: with more tokens it has more chunks,
+not larger chunks. So the bytes of the head come from a formula: `head_bytes` in
+planner/formulas.py.
 """
 
 from bisect import bisect_right

@@ -40,10 +40,11 @@ def make_card(
 # PCIe cards and H200, the memory is an estimate from similar cards.
 GEFORCE_CARDS = (
     # Source of FLOP/s and GB/s: the appendices of NVIDIA's whitepapers GA102 (3070, 3080, 3090),
-    # Ada (4080, 4090) and RTX Blackwell (5080, 5090). FLOP/s are their lines "FP16 Tensor with FP32
-    # Accumulate" and "FP32". RTX 3060, 4060, 4060 Ti and 4070 came after these papers. The
-    # FLOP/s of these four cards are CUDA cores x boost clock (from NVIDIA's product pages)
-    # x 2 in float32, and x 4 in bfloat16 and float16.
+    # Ada (4080, 4090) and RTX Blackwell (5080, 5090). The papers list the FLOP/s in the lines "FP16
+    # Tensor with FP32 Accumulate" and "FP32". RTX 3060, 4060, 4060 Ti and 4070 are newer than these
+    # papers, so their FLOP/s are computed. In float32 they are 2 x CUDA cores x boost clock. In
+    # bfloat16 and float16 they are 4 x CUDA cores x boost clock. The number of CUDA cores and the
+    # boost clock come from NVIDIA's product pages.
     make_card("RTX 3060 12GB", 11.6, 12.7, 25.5, 25.5, 360),
     make_card("RTX 3070", 7.6, 20.3, 40.6, 40.6, 448),
     make_card("RTX 3080 10GB", 9.6, 29.8, 59.5, 59.5, 760),
@@ -61,7 +62,7 @@ DATA_CENTRE_CARDS = (
     # and PCIe), H200 SXM and HGX B200. The GB/s of T4 are computed: 5,001 MHz x 2 x 256 bits. The
     # figures of A10G come from AWS. (On an A10G, 69.5 TFLOP/s were measured. Many tables say that
     # an A10G has 125 TFLOP/s, but this is the figure of another card, the A10.) RTX A6000 is a
-    # workstation card. Its error correction is off by default, so it takes no memory here.
+    # workstation card. Its error correction is off by default, so ECC takes no memory here.
     # V100 and T4 have no hardware for bfloat16: products in bfloat16 run at the rate of float32.
     make_card("V100 16GB", 15.7, 15.7, 15.7, 125, 900),
     make_card("V100 32GB", 31.7, 15.7, 15.7, 125, 900),
@@ -179,9 +180,10 @@ def choose_card(args: argparse.Namespace, device: torch.device) -> Card | None:
 
     `args`: a trainer's flags. --card names the card. Without --card the result is this machine's
     CUDA GPU, if CARDS has it. With --tf32 the float32 rate of the returned card is the rate of
-    TF32: half of the card's bfloat16 rate, if this half is more than the float32 rate. With
-    `--card this-machine` the function measures the device in two or three seconds. It measures
-    attention with the model's sequence length and head size.
+    TF32, which is half of the card's bfloat16 rate. (If this half is less than the card's float32
+    rate, the float32 rate does not change.) With `--card this-machine` the function measures the
+    device in two or three seconds. It measures attention with the model's sequence length and head
+    size.
     """
     if args.card == THIS_MACHINE:
         return this_machine(device, args.seq_len, args.d_model // args.n_heads)

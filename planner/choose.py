@@ -50,10 +50,10 @@ def pick_fastest_fitting_step(
 
 
 def nested_checkpoint_policies(n_layers: int) -> list[str]:
-    """Return the policy strings `full/K+nested` with the fewest block inputs, the fastest first.
+    """Return the strings `full/K+nested` that keep the fewest block inputs, the fastest first.
 
     Groups of K blocks keep n_layers / K + K block inputs at a time. `full` keeps n_layers block
-    inputs. The result is empty if no K gives fewer block inputs than `full`.
+    inputs. The result is empty if every K keeps at least as many block inputs as `full`.
     """
     sizes = {math.isqrt(n_layers), math.isqrt(n_layers - 1) + 1}
     group_sizes = sorted(K for K in sizes if K + math.ceil(n_layers / K) < n_layers)

@@ -103,10 +103,10 @@ def count_parameters(config: MiniGPTConfig) -> int:
 
 
 def optimizer_bytes(config: MiniGPTConfig, optimizer: str, moments: torch.dtype) -> int:
-    """Return the bytes that the optimizer keeps between steps: `optimizer` of
-    `closed_form_bytes_by_part`.
+    """Return the bytes that the optimizer keeps between steps.
 
-    `optimizer`: a value of --optimizer. `moments`: dtype of the optimizer's moments.
+    They are the part "optimizer" in the result of `closed_form_bytes_by_part`. `optimizer`: a
+    value of --optimizer. `moments`: dtype of the optimizer's moments.
     """
     C, F, L = config.d_model, config.d_ff, config.n_layers
     stored, counters = 2 * count_parameters(config), 4 + 12 * L
@@ -126,7 +126,10 @@ def state_bytes(
 
 
 def head_bytes(config: MiniGPTConfig, n_tokens: int, precision: torch.dtype) -> int:
-    """Return the head's bytes for `n_tokens` tokens: `head` of `closed_form_bytes_by_part`."""
+    """Return the bytes of the head (the last matmul and the loss) for `n_tokens` tokens.
+
+    They are the part "head" in the result of `closed_form_bytes_by_part`.
+    """
     V, C, amp = config.vocab_size, config.d_model, precision != torch.float32
     if config.loss_chunks == 1:
         return 12 * V * n_tokens + 2 * amp * (V * C + n_tokens * C)

@@ -2,10 +2,10 @@
 
 The model runs on *fake* tensors, which have shapes and storages but no memory. An `OpRecorder`
 records the operators of the model. Recording works on any machine, also for models that do not fit
-in the machine's memory. All results of the planner come from this record. timeline.py computes from
-the record the bytes after each operator, the FLOPs, and the bytes that operators read and write.
-record.py gives each storage a name, and a reason why it exists. `kept_for_backward` below is the
-simplest use of a record.
+in the machine's memory. All results of the planner come from this record. timeline.py uses the
+record to compute the bytes that exist after each operator, the FLOPs, and the bytes that operators
+read and write. record.py gives each storage a name, and a reason why it exists. `kept_for_backward`
+below is the simplest use of a record.
 """
 
 import math
@@ -31,7 +31,7 @@ PROJECT_FOLDER = Path(__file__).parent.parent
 RECOMPUTED_FILES = (
     "model.py",
     "memory/policies.py",
-)  # in backward these files run only to recompute
+)  # during backward the code of these files runs only in recomputations
 
 
 @dataclass(eq=False)
@@ -59,8 +59,9 @@ class CallSite(NamedTuple):
 
     module: str  # "blocks.0.mlp.c_fc"; "": the model itself, or no module
     file_and_line: str  # "model.py:106"
-    # True: the operator belongs to backward. `module` is then that of the forward operator whose
-    # gradient it computes. So is `file_and_line`, unless a line of memory/ calls the operator.
+    # True: the operator belongs to backward. Then `module` and `file_and_line` are those of the
+    # forward operator whose gradient this operator computes. But if a line of memory/ calls this
+    # operator, `file_and_line` is that line.
     is_backward: bool = False
 
 
@@ -154,7 +155,7 @@ class OpRecorder(TorchDispatchMode):
         """
         schema, place, number = operator_schema(func), self.phase_marks[-1], self.n_ops + 1
         if schema.name in EMPTY and results[0].numel() == 0:
-            return  # an activation checkpoint of torch 2.9 makes an empty tensor, and keeps it
+            return  # do not record the empty tensor that torch 2.9's activation checkpoint makes
         site = self.sources.current(*place[1:]) if self.sources else UNKNOWN_SITE
         operator = "" if schema.is_view else func.__name__
         storages = [self.add_storage(tensor, operator, site) for tensor in results]
@@ -219,7 +220,7 @@ class OpRecorder(TorchDispatchMode):
         # In backward gradients are enabled only while a recomputation runs.
         storage.replayed = storage.phase == "backward" and torch.is_grad_enabled()
         storage.line = source.file_and_line
-        if storage.nbytes:  # an activation checkpoint of torch 2.9 keeps empty tensors
+        if storage.nbytes:  # skip the empty tensor that torch 2.9's activation checkpoint keeps
             self.storages.append(storage)
 
         def on_freed(_: weakref.ref) -> None:
@@ -319,9 +320,9 @@ class CallSiteTracker:
 
 
 def line_of_the_model() -> str:
-    """Return the innermost line of model.py or memory/ on the stack, as "model.py:87".
+    """Return the innermost line of model.py or memory/ on the stack, for example "model.py:87".
 
-    If there is none, return "".
+    If no line of these files is on the stack, return "".
     """
     for frame, number in walk_stack(sys._getframe()):
         name = frame.f_code.co_filename.removeprefix(f"{PROJECT_FOLDER}/")

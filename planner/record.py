@@ -128,7 +128,9 @@ def build_step_record(log: OpRecorder, step: StepMemory) -> StepRecord:
     storages = []
     for seen in log.storages:
         if seen.device.type != "cpu" or not seen.nbytes:
-            continue  # offloaded; or without bytes, as the full weight of a sharded model
+            # Skip a host buffer of offload: it is on the device "meta" (see SimulatedPinnedPool).
+            # Skip a storage of 0 bytes, such as a full weight of a sharded model.
+            continue
         storage = replace(seen)  # a copy: the log's storages change later, when they are freed
         storages.append(storage)
         storage.reason_alive = storage.reason_alive or reason_alive(
@@ -208,7 +210,7 @@ def name_from_code(operator: str, code: str) -> str:
 
 
 def read_source_line(line: str) -> str:
-    """Return the code of a line without its comment. `line`: such as "model.py:106"."""
+    """Return the code of a line without its comment. `line`: its place, such as "model.py:106"."""
     file, _, number = line.partition(":")
     return linecache.getline(str(PROJECT_FOLDER / file), int(number or 0)).split("#")[0].strip()
 

@@ -1,9 +1,10 @@
-"""Estimate the seconds of a step on a card with a roofline model of the step's operators.
+"""Estimate the seconds that a step takes on a card, by a roofline model of the step's operators.
 
-The time of an operator is the longest of three times: its matrix products at 70 % of the card's
-peak FLOP/s, its bytes at 85 % of the peak bandwidth of the memory, and one kernel launch. The time
-of a step is the sum over its operators. The estimate serves to rank recompute policies: it predicts
-the ratio of two steps' times better than their milliseconds.
+The time of an operator is the longest of three times. One is the time of its matrix products at
+70 % of the card's peak FLOP/s. One is the time to read and write its bytes at 85 % of the peak
+bandwidth of the memory. One is the time of a kernel launch. The time of a step is the sum of the
+times of its operators. The estimate serves to rank recompute policies: it predicts the ratio of two
+steps' times better than their milliseconds.
 
 Left out:
 - caches: all bytes come from memory (caches would change the cost of a policy by about one
@@ -48,7 +49,7 @@ class Card:
 
 
 def seconds_of_each_op(work: np.recarray, card: Card) -> np.ndarray:
-    """Return the seconds of each operator, (operators,) float64, if it runs once.
+    """Return the seconds of one run of each operator: (operators,) float64.
 
     `work`: (operators,) array of dtype OP_WORK_DTYPE (planner/timeline.py).
     """
@@ -81,12 +82,17 @@ def this_machine(
 
 
 def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
-    """Measure products, copies, launches and attention on a device; return them as a Card."""
+    """Measure a device; return the measured speeds as a Card.
+
+    Measure the speed of matrix products, of copies in memory and of attention, and the time of a
+    kernel launch.
+    """
     on_gpu = device.type != "cpu"
     n, size = (4096, 2**28) if on_gpu else (1024, 2**26)
 
     def product(dtype: torch.dtype) -> float:
-        # On CPUs, products in float16 are 1000 times slower.
+        # On CPUs, matrix products in float16 are 100 to 1,000 times slower than in float32. So use
+        # smaller matrices for float16.
         side = 128 if dtype == torch.float16 and not on_gpu else n
         a, b = torch.randn(2, side, side, device=device).to(dtype)
         return 2 * side**3 / measure_seconds(lambda: a @ b)
@@ -131,11 +137,12 @@ def measure_attention_flops_per_s(
 
 
 def measure_seconds(run: Callable[[], object]) -> float:
-    """Return the seconds of one call of `run`: the shortest time measured in a tenth of a second.
+    """Return the seconds of one call of `run`.
 
-    On a GPU the time includes the GPU's work. (Do not use the median: other programs on the machine
-    slow down all long calls, but only some of the short calls. So the medians of a long and of a
-    short operator could not be compared.)
+    Repeat the call for a tenth of a second, and return the shortest measured time. On a GPU the
+    time includes the GPU's work. (Do not use the median: other programs on the machine slow down
+    all long calls, but only some of the short calls. So the medians of a long and of a short
+    operator could not be compared.)
     """
     # Import Timer only here: its import looks for a compiler, and warns on machines without one.
     from torch.utils.benchmark import Timer

@@ -16,17 +16,17 @@ block, or a table of positions. All other weights, those of the token embedding 
                                        gradient does not need its weights)
                                      - the all-gather buffer of block i - 1, if this group is block
                                        i, so that backward of block i - 1 need not wait for weights
-    the group is recomputed earlier  the full weights, until backward of the group ends. (With
-                                     full/K+nested, K blocks are recomputed before their backward.)
+    recomputation of the group runs  the full weights, until backward of the group ends. (With
+    some time before its backward    full/K+nested, K blocks are recomputed before their backward.)
     backward has run                 the full weights are freed. The full gradients are copied to a
                                      reduce-scatter buffer and freed. This process's 1 / n of the
                                      summed gradients arrives. The reduce-scatter buffer stays until
                                      that of the next group exists
     more micro-batches follow        the full gradients of the group stay
 
-With --gather-dtype bfloat16, the group of a block has only the block's linear layers. Its
-LayerNorms stay in float32 and belong to the root group. A process rounds its shards to bfloat16
-before it sends them. Backward makes the full gradients of linear layers in bfloat16. These
+With --gather-dtype bfloat16, the group of a block has only the block's linear layers. The
+block's LayerNorms stay in float32 and belong to the root group. A process rounds its shards to
+bfloat16 before it sends them. Backward makes the full gradients of linear layers in bfloat16. These
 gradients are float32 while they wait for more micro-batches, and when they are summed over
 processes.
 
@@ -97,7 +97,7 @@ def add_shards(
     in_bfloat16: bool,
     sums: dict[nn.Parameter, Tensor],
 ) -> None:
-    """Add to the record the storages that fully_shard allocates; end those that it frees.
+    """Add the storages that fully_shard allocates to the record; set when it frees full gradients.
 
     Args:
         log: the recorder of a step that has run forward and backward with the full model.
@@ -124,19 +124,19 @@ def add_shards(
     def average(
         whole: list[nn.Parameter], shards: list[nn.Parameter], end: int, at: int, then: int
     ) -> None:
-        """End the full gradients of `whole` after operator `end`. Add a reduce-scatter buffer with
-        copies of these gradients, from operator `at` to operator `then`."""
+        """Free the full gradients of the weights `whole` after operator `end`. Add a reduce-scatter
+        buffer with copies of these gradients, from operator `at` to operator `then`."""
         size = n * sum(shard.nbytes for shard in shards)
         add("gradients", AVERAGED, size, at, then)
         add("temporaries", GLOO, size * gloo, at, min(at, then))
         share_gradients(log, whole, shards, sums, end)
 
-    # Full weights stay until the blocks begin (tables), or until backward ends (the root group).
+    # The root group's full weights stay until backward ends. A table's stay until blocks begin.
     begin, first = times["forward", None][0], times["forward", 0][0]
     root, shards = (root_group_params(each, in_bfloat16) for each in (model, local_model))
     size = n * sum(shard.nbytes for shard in shards)
     gather(size, begin, begin + 1 if find_position_embeddings(model) else first, begin, now)
-    # The root group gets no reduce-scatter buffer: it fits in the place of the freed full weights.
+    # Do not count the root group's reduce-scatter buffer: the freed full weights make room for it.
     average(root, shards, now, now + 1, now)
     # torch before 2.15 keeps the last full gradient until it is reduced over the processes.
     early = parse_release(torch.__version__) >= (2, 15)
@@ -187,11 +187,10 @@ def share_gradients(
 def op_bounds_by_phase_and_block(
     log: OpRecorder,
 ) -> dict[tuple[str, int | None], tuple[int, int, int]]:
-    """Return a dict: (phase, block) -> three numbers of operators.
+    """Return a dict: (phase, block) -> the positions of three operators in the record.
 
-    A phase may visit a block several times. The first number is that of the first operator of the
-    first visit. The second number is that of the first operator of the last visit. The third number
-    is that of the last operator of the last visit.
+    A phase may visit a block several times. The three operators are the first operator of the first
+    visit, the first operator of the last visit, and the last operator of the last visit.
     """
     times: dict[tuple[str, int | None], tuple[int, int, int]] = {}
     for (at, phase, block), (then, *_) in pairwise([*log.phase_marks, (log.n_ops + 1, "", None)]):

@@ -1,4 +1,5 @@
-"""Plan one training step before it runs: its peak memory, the parts and the place of the peak.
+"""Plan one training step before it runs: its peak memory, the bytes of each kind of tensor at the
+peak, and the phase and the block in which the peak occurs.
 
 The planner runs one step with the real model, optimizer and recompute policies, but on fake tensors
 (see planner/op_recorder.py). planner/choose.py uses the results of the planner to choose a policy.
@@ -77,8 +78,8 @@ class Planner:
     device_type: str = "cpu"
     accumulates_gradients: bool = False  # gradients of an earlier micro-batch exist in forward
     ddp: bool = False  # gradients stay after the update, in DistributedDataParallel's buckets
-    # Gradients are averaged as bfloat16 copies. All copies exist at once, because DDP has only one
-    # bucket in its first step.
+    # Gradients are averaged as bfloat16 copies. The plan counts all copies at once, as in DDP's
+    # first step, in which one bucket has all gradients.
     compress_gradients: bool = False
     # Number of processes that shard one model (train_fsdp.py). The plan is for one process. Do not
     # combine sharding with `ddp`.
@@ -92,7 +93,7 @@ class Planner:
         config = self.config
         self.on_cpu = self.device_type == "cpu"
         self.sequence = SequenceShard(0, self.sp_degree, config.n_heads, fake_all_to_all)
-        self.local_seq_len = self.sequence.start_sharding(self.seq_len).stop  # per sequence
+        self.local_seq_len = self.sequence.start_sharding(self.seq_len).stop  # tokens per sequence
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
         self.few_call_steps: dict[tuple, FewCallSegments] = {}
@@ -119,9 +120,10 @@ class Planner:
             make_optimizer_state(self.optimizer, self.local_model.parameters())
 
     def step(self, batch_size: int, **memory: Any) -> StepMemory:
-        """Return a planned step with `batch_size` sequences: its memory in bytes, and its work.
+        """Return a planned step with `batch_size` sequences.
 
-        `memory`: changed settings of the config, such as recompute="full".
+        The result has the step's memory in bytes, and the FLOPs and the memory traffic of each
+        operator. `memory`: changed settings of the config, such as recompute="full".
         """
         config = replace(self.config, **memory)
         key, plan = (batch_size, config), recompute_plan_of_config(config)
@@ -138,7 +140,7 @@ class Planner:
         return self.steps[key]
 
     def compose_step(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
-        """Compose a step of segments that come from steps with few calls.
+        """Compose a step of segments that come from steps with few calls (see `FewCallSegments`).
 
         In each step with few calls, all calls run the same policy.
         """
@@ -227,7 +229,7 @@ class Planner:
         two = self.step(one.batch_size + 1 if with_offload else 1, **memory)
         if len(bytes_at_ops_outside_head(one)) != len(bytes_at_ops_outside_head(two)):
             # With one sequence a reshape may return a view. With more sequences it copies, which is
-            # one more operator.
+            # one more operator. So replace the step with one sequence.
             two = self.step(one.batch_size + 1, **memory)
 
         def fits(sequences: int) -> bool:
@@ -290,7 +292,7 @@ class Planner:
         model, parameters = self.model, list(self.local_model.parameters())
         blocks = model.blocks[: config.n_layers]
         with self.fake:
-            # Weights whose gradients exist before forward: float32 sums for bfloat16 weights.
+            # These weights have gradients before forward. (For bfloat16 weights: float32 sums.)
             weights = self.params_with_kept_grads.union(parameters if self.shard_degree > 1 else ())
             if not known:
                 weights = weights.union(self.local_model.blocks[config.n_layers :].parameters())
@@ -327,7 +329,8 @@ class Planner:
                 del copies, copy
             log.enter_phase("optimizer")
             if known:
-                torch.empty(1)  # replaces the update; storages freed below end after it
+                # Run one operator instead of the update: storages freed below end after it.
+                torch.empty(1)
             else:
                 # A GPU clips all tensors at once. By default torch would not do so on a CPU.
                 self.clip_gradients(parameters, 1.0, foreach=not self.on_cpu)
@@ -542,7 +545,10 @@ def register_phase_hooks(
             when_gradient_is_there(output, None if is_after_blocks else len(blocks) - 1)
 
     def when_gradient_is_there(tensors: Any, i: int | None) -> None:
-        """Enter backward of block i when the first of `tensors` that needs a gradient has one."""
+        """Enter backward of block i as soon as a certain gradient exists.
+
+        It is the gradient of the first tensor in `tensors` that requires a gradient.
+        """
         leaves = filter(torch.is_tensor, tree_leaves(tensors))
         for tensor in [leaf for leaf in leaves if leaf.requires_grad][:1]:
             tensor.register_hook(lambda _: log.enter_phase("backward", i))

@@ -120,7 +120,7 @@ def split_into_segments(log: OpRecorder, calls: Iterable[int] = ()) -> list[Segm
     kept = np.zeros(log.n_ops + 1, dtype=np.int64)
     for storage in log.storages:
         if storage.device.type != "cpu":
-            continue  # offloaded to host memory
+            continue  # a host buffer of offload, on "meta" (see SimulatedPinnedPool)
         is_kept = 0 < storage.born <= log.forward_end < storage.died
         is_kept &= storage.kind != "parameters"
         storage.kind = storage.kind or kind_of(storage, is_kept)
@@ -174,7 +174,7 @@ class StepMemory:
 
     @cached_property
     def segment_starts(self) -> list[int]:
-        """Numbers of the first operators of all segments, followed by len(self.timeline)."""
+        """Position of each segment's first operator in the step; at the end len(self.timeline)."""
         sizes = (
             len(segment.allocated_and_freed_by_kind)
             for segment, _ in self.segments_and_block_shifts
@@ -206,12 +206,15 @@ class StepMemory:
 
     @cached_property
     def timeline(self) -> np.ndarray:
-        """Bytes of each kind after each operator: (operators + 1, len(KINDS)) int64."""
+        """Bytes of each kind after each operator: (operators + 1, len(KINDS)) int64.
+
+        Row 0 has the bytes before the first operator.
+        """
         return bytes_by_op_and_kind(segment for segment, _ in self.segments_and_block_shifts)
 
     @cached_property
     def bytes_by_op(self) -> np.ndarray:
-        """Bytes after each operator: (operators + 1,) int64."""
+        """Bytes after each operator: (operators + 1,) int64. Entry 0: before the first operator."""
         return self.timeline.sum(axis=1)
 
     @cached_property
