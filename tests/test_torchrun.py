@@ -128,11 +128,11 @@ def test_the_same_weights_have_one_validation_loss(cuts, tmp_path):
 def test_resumed_with_as_many_threads_or_with_others(tmp_path, capsys):
     path, flags = tmp_path / "run.pt", ("train_minimal.py", "--no-amp", "--grad-accum-steps=2")
     said = train(path, *flags, "--num-steps=2", processes=1)
-    assert "1 x cpu (2 threads; another number rounds sums otherwise)" in said
+    assert "1 x cpu (2 threads; another number of threads rounds sums differently)" in said
     assert "sums are rounded" not in train(path, *flags, "--resume", processes=1)
     assert same(snapshot(path)["model"], snapshot(alone("--no-amp"))["model"])
     assert runs.train_here(path, *LARGE.split(), "--resume", "--num-steps=5") == 0
-    assert "threads 2 -> 1: sums are rounded otherwise\n" in capsys.readouterr().out
+    assert "threads 2 -> 1: sums are rounded differently\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("which", ["few", pytest.param("all", marks=slow)])

@@ -3,17 +3,17 @@
 run.py         hold the state of a run; repeat a step when memory runs out
 bootstrap.py   prepare a process before `import torch`
 flags.py       define the command line
-setup.py       set up a run in the same way in all processes; check the policies with model.py
+setup.py       set up a run in the same way in all processes; check that policies change no result
 resume.py      continue a run from a snapshot
 snapshot.py    read and write snapshots; keep the files of different runs apart
 pretrained.py  load trained weights, from a snapshot or from a GPT-2 of transformers
 device.py      choose device and precision; find out how much memory a process may use
 optimizer.py   make the optimizers; decide which parameters each optimizer updates
 plan.py        predict the memory of a step; suggest a change when the step does not fit
-process.py     do everything that depends on the number of processes, for one process
+process.py     hold the functions that differ with the number of processes; here for one process
 torchrun.py    connect the processes that torchrun started, and end them together
 shutdown.py    handle signals and errors; choose the exit code
-clocks.py      measure the seconds of each phase and the peak memory of a step; --profile
+clocks.py      measure each phase's seconds and a step's peak memory; write the trace of --profile
 metrics.py     compute perplexity and peak memory; write metrics.jsonl and the log of --log-to
 report.py      write the lines that a run prints
 """

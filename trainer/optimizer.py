@@ -27,13 +27,16 @@ MOMENT_NAMES_BY_OPTIMIZER = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "muon": ("momentum_buffer",),
 }  # the names that torch's optimizers use
-# Number of elements that are updated at a time (Muon updates at least one matrix). It is small, so
-# that the temporary copies take much less memory than bfloat16 moments, Muon or shards save.
+# Number of elements that are updated at a time (Muon updates at least one matrix). Bfloat16
+# moments, Muon and shards save memory. This number is small, so that the temporary copies of an
+# update take much less memory than is saved.
 UPDATE_CHUNK_ELEMENTS = 2**22
 # A function such as OneProcess.shard_like: (full tensor, parameter) -> this process's rows.
 ShardLikeFn = Callable[[Tensor, Tensor], Tensor]
 Groups = list[dict[str, Any]]
-# Number of elements: a multiple of the number of floats that fit in a vector register of a CPU.
+# On a CPU, AdamW's kernel gets a multiple of this number of elements (see
+# `to_lane_padded_float32`). This number is a multiple of the number of floats that fit in a vector
+# register.
 PADDING_MULTIPLE = 64
 
 
@@ -71,8 +74,8 @@ def make_optimizer(
     if muon:
         groups.append({"params": matrices, "weight_decay": args.weight_decay, "rule": "muon"})
     # Muon does many matmuls. bfloat16 has a third of the digits of float32, which is enough for
-    # these matmuls (Jordan, 2024). But some hardware only emulates bfloat16. If the model's matmuls
-    # are not in bfloat16, Muon's matmuls are in float32.
+    # these matmuls (Jordan, 2024). But some hardware only emulates bfloat16. So Muon's matmuls are
+    # in bfloat16 only if the model's matmuls are, and else in float32.
     products = torch.bfloat16 if precision == torch.bfloat16 else torch.float32
     lanes = PADDING_MULTIPLE if device.type == "cpu" else 1
     return LeanOptimizer(groups, args.lr, lanes, moments, products)
@@ -121,7 +124,8 @@ class LeanOptimizer(torch.optim.Optimizer):
             for parameter in parameters:
                 if not self.state[parameter]:
                     self.state[parameter] = initial_param_state(parameter, group, self.moments)
-            if group["rule"] == "muon":  # updates matrices of the same shape as one batch
+            if group["rule"] == "muon":
+                # Muon updates the matrices of one shape together, in batches of at most n matrices.
                 for shape in dict.fromkeys(p.shape for p in parameters):
                     alike = [p for p in parameters if p.shape == shape]
                     n = max(1, UPDATE_CHUNK_ELEMENTS // shape.numel())
@@ -245,10 +249,12 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 def newton_schulz_total_multiplier(square: Tensor) -> Tensor:
     """Return the matrices (n, A, A) by which all iterations together multiply x (n, A, B).
 
-    `square`: x x' (n, A, A). If B > A, multiplying all factors first, and x by their product, takes
-    fewer FLOPs than multiplying x by one factor after the other. But the eigenvalues of x x' are
-    the squares of x's singular values. bfloat16 and TF32 have too few digits for the range of these
-    squares, so `orthogonalize` calls this function only in full float32.
+    `square`: x x' (n, A, A). Each iteration multiplies x by a factor (n, A, A). This function
+    multiplies the factors with each other, and the caller then multiplies x by their product. If
+    B > A, this takes fewer FLOPs than to multiply x by one factor after the other. But it needs
+    high precision: the eigenvalues of x x' are the squares of x's singular values, and bfloat16 and
+    TF32 have too few digits for the range of these squares. So `orthogonalize` calls this function
+    only in full float32.
     """
     a, b, c = NS_COEFFICIENTS
     total = None
@@ -335,8 +341,8 @@ def restore_optimizer(
     """Copy the moments of a saved state dict into `optimizer`, in the optimizer's own dtype.
 
     The moments come from the snapshot. The settings (weight decay, fused or not) stay those of this
-    run. torch's load_state_dict would also load the settings, and would round all state to the
-    dtype of the weights.
+    run. torch's load_state_dict is not used, because it would also load the settings, and would
+    round all state to the dtype of the weights.
 
     Args:
         saved: state dict of an optimizer, with full tensors.

@@ -1,5 +1,5 @@
-"""Plan memory for a run, and for scripts such as scripts/plan_memory.py: choose the policy of
-`auto`, predict the peak, and find changes of flags with which a step would fit.
+"""Plan memory for a run, and for scripts such as scripts/plan_memory.py: choose the policy for
+--use-activation-checkpoint auto, predict the peak, and find changes of flags that make a step fit.
 
 planner/ predicts the memory and the time of a step, and finds the fastest recompute policy. This
 file calls the planner for the flags of a command line (`PlanRequest`). If no policy fits, this file
@@ -57,9 +57,9 @@ ADVICE_CHANGING_TRAINING = (
     "what changes the training: a smaller --batch-size, a shorter --seq-len, --moments-dtype "
     "bfloat16, --optimizer muon, a smaller model (--d-model, --n-layers, --vocab-size)"
 )
-# If memory ran out and torchrun has started the run again, the new policy should have a predicted
-# peak of at most this share of the peak that did not fit. A restart takes long, so the first policy
-# after a restart should fit.
+# After memory ran out, torchrun may start the run again. Then the new policy should have a
+# predicted peak of at most this share of the failed policy's predicted peak. A restart takes long,
+# so the first policy after a restart should already fit.
 RESTART_SHARE_OF_FAILED_PEAK = 0.75
 
 # The costs of changes, in words for the user.
@@ -88,7 +88,7 @@ class FlagChange(NamedTuple):
 def describe_suggested_change(
     args: Args, device_type: str, policy: str, smaller_step: StepMemory | None
 ) -> str:
-    """Return, as text "FLAGS (COST)", the first change that could help after memory ran out.
+    """Return the first change that could help after memory ran out, as text "FLAGS (COST)".
 
     `policy`: the recompute policy in use, which may need less memory than the policy in `args`.
     `smaller_step`: a step whose policy is predicted to need less memory than `policy`; None: there
@@ -224,7 +224,7 @@ class PlanRequest:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of weights, gradients and moments in one process, by a formula."""
+        """Bytes of weights, gradients and moments in one process, computed with a formula."""
         args, moments = self.args, getattr(torch, self.args.moments_dtype)
         unsharded = state_bytes(self.config, args.optimizer, moments)
         return state_bytes_per_rank(unsharded, self.config, self.shard_degree)
@@ -297,8 +297,9 @@ class PlanRequest:
         """
         replays_products = recomputed_flops_key(step.config, step.seq_len)[0] > 0
         if step.config.recompute == "none" or not (self.card or replays_products):
-            # Without a card no time is known. If `step` recomputes no matrix product, `none` saves
-            # little time. The matrix products of smaller micro-batches may cost more than that.
+            # Give no advice. Without a card no time is known. If `step` recomputes no matrix
+            # product, `none` saves little time, and the matrix products of smaller micro-batches
+            # may cost more time than it saves.
             return ""
         for batch in smaller_batch_flags(self.args):
             flags = {POLICY_FLAG: "none"} | batch

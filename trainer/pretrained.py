@@ -146,8 +146,8 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of model.safetensors, memory-mapped: the disk is read only for tensors
     that are used. Do not write to the tensors. Raises DataError."""
     path = folder / "model.safetensors"
-    # In place of this file, a large model has several files, and an older folder has
-    # pytorch_model.bin.
+    # This file may be missing: transformers splits a large model into several files, and older
+    # versions wrote pytorch_model.bin.
     if not path.exists():
         raise DataError(
             f"{folder} holds no {path.name}; in transformers "

@@ -83,8 +83,8 @@ def describe_run(run: Run, plan: str, origin: SnapshotOrPretrained) -> str:
 
 
 def describe_device(run: Run) -> str:
-    """Return device and precision as text: "cpu (2 threads; another number rounds sums otherwise),
-    bfloat16"."""
+    """Return device and precision as text: "cpu (2 threads; another number of threads rounds sums
+    differently), bfloat16"."""
     device, hardware = run.process.device, ""
     if device.type == "cuda":
         settings = [
@@ -93,7 +93,10 @@ def describe_device(run: Run) -> str:
         hardware = f" ({torch.cuda.get_device_name(device)}{''.join(settings)})"
     elif device.type == "cpu":
         threads = run.snapshot_metadata["threads"]
-        hardware = f" ({threads} thread{'s' * (threads > 1)}; another number rounds sums otherwise)"
+        hardware = (
+            f" ({threads} thread{'s' * (threads > 1)}; "
+            "another number of threads rounds sums differently)"
+        )
     in_tf32 = run.args.tf32 and device.type == "cuda" and run.compute_dtype == torch.float32
     precision = str(run.compute_dtype).removeprefix("torch.") + ", matmuls in TF32" * in_tf32
     return f"{device.type}{hardware}, {precision}"

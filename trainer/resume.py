@@ -190,7 +190,7 @@ def describe_changes(saved: State, now: State) -> list[str]:
     ]
     threads = saved.get("threads"), now["threads"]
     if None not in threads and threads[0] != threads[1]:
-        rows.append(f"threads {threads[0]} -> {threads[1]}: sums are rounded otherwise")
+        rows.append(f"threads {threads[0]} -> {threads[1]}: sums are rounded differently")
     return rows
 
 

@@ -26,9 +26,9 @@ from .metrics import Write, format_bytes
 from .process import OneProcess
 from .snapshot import State, save_snapshot
 
-# Number of steps at the start of a DDP run that are rehearsed (see `retry_on_out_of_memory`). Two
-# steps are needed, because the second step needs more memory: for the optimizer's state and DDP's
-# final buckets.
+# Number of steps at the start of a DDP run that are rehearsed: each is first run once without
+# sending gradients (see `retry_on_out_of_memory`). Two steps are needed, because the second step
+# needs more memory than the first, for the optimizer's state and DDP's final buckets.
 N_REHEARSAL_STEPS = 2
 
 
@@ -57,7 +57,7 @@ class Run:
     save_requested: bool = False  # True: a signal asked for a save, which is not done yet
     stop_signal: int = 0  # number of the signal that ended the run early, 0 = none
     best_val_loss: float = math.inf
-    # Losses of the last 50 steps, each (A,) on the device; A = --grad-accum-steps. The end of the
+    # Losses of the last 50 steps, each (A,) on the device; A = --grad-accum-steps. At its end the
     # run prints their mean, because the loss of one step is noisy.
     recent_losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=50))
     # Time of the last log line, in seconds of `time.perf_counter`. Before the first log line: time
@@ -69,8 +69,8 @@ class Run:
     # than `policy`; None if no policy needs less. `peak_bytes`: measured peak of `policy`; None:
     # not measured. The function may raise any error if the memory cannot be predicted.
     find_deeper_recompute_step: Callable[..., StepMemory | None] = lambda *_: None
-    # Function that raises UsageError if model.py gives other results with the model's present
-    # policy than without recompute.
+    # Function that runs the blocks of model.py with the model's present policy and without
+    # recompute, and raises UsageError if the results differ.
     check_techniques: Callable[[], None] = lambda: None
     # Policies with which memory ran out. After each of them, the step was repeated with a deeper
     # policy (one that needs less memory).
@@ -239,7 +239,9 @@ def switch_to_smaller_policy(run: Run, seen: int | None) -> StepMemory | None:
         while step := run.find_deeper_recompute_step(policy, seen):
             policy, seen = step.config.recompute, None
             run.model.config = replace(config, recompute=policy)
-            with suppress(UsageError):  # a changed model.py may be exact with some policies only
+            # If a user changed model.py, some policies may give wrong results. For such a policy
+            # `check_techniques` raises UsageError. Then try the next policy.
+            with suppress(UsageError):
                 run.check_techniques()
                 return step
     run.model.config = config
@@ -255,7 +257,7 @@ def is_out_of_memory(error: Exception) -> bool:
     """
     messages = (
         "allocate memory|not enough memory|out of memory|OUT_OF_MEMORY|STATUS_ALLOC_FAILED"
-        "|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create"  # no memory for its handle
+        "|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create"  # no memory for a handle
         "|Failed to CUDA [cm]alloc"  # NCCL
     )
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)

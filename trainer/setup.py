@@ -58,14 +58,15 @@ from .snapshot import (
     sibling_path,
 )
 
-# Flags that may differ between processes. All other flags decide what is trained, or when processes
-# wait for each other.
+# Flags that may differ between processes. All other flags must be equal, because they decide what
+# is trained, or when processes wait for each other.
 #
 # Paths may differ between machines. With --device and --amp-dtype, one machine may have "auto"
-# where another names a device or a dtype. Instead of all these flags, the data and the chosen
-# device and dtype are compared. --memory-budget may differ if each process chooses its own policy;
-# if all need the same policy, the smallest budget decides. --log-to and --profile have an effect on
-# rank 0 only. (`typed` is no flag, but the set of the flags that the user typed.)
+# where another names a device or a dtype. Processes do not compare these flags. They compare the
+# data, the snapshot, the weights, and the chosen device and dtype. --memory-budget may always
+# differ: either each process chooses its own policy, or the smallest budget decides for all.
+# --log-to and --profile have an effect on rank 0 only. (`typed` is no flag, but the set of the
+# flags that the user typed.)
 MAY_DIFFER = set(
     "train_data val_data tokenizer_name checkpoint_path init_from device amp_dtype no_amp "
     "memory_budget log_to profile typed".split()
@@ -194,8 +195,8 @@ def load_data_and_plan(
     """Load the data and predict the memory of a step. Check that all processes train the same model
     on the same data.
 
-    Encoding a long text (into data/cache) takes long. So all other mistakes are found before the
-    text is encoded. The memory is also predicted before the text is encoded, for the largest
+    Encoding a long text (into data/cache) takes long. So before the text is encoded, this function
+    checks the flags and the path, and predicts the memory. This prediction is for the largest
     vocabulary that the text can give. Raises the errors of `set_up_from_flags`.
     """
     process.init_process_group()  # before this call the processes cannot communicate
@@ -214,7 +215,7 @@ def load_data_and_plan(
     data = process.run_on_all_ranks(lambda: find_data(args, process, origin))
     check_same_on_all_ranks(process.all_gather_object(data_consistency_facts(data)))
     # (A trained bpe has fewer ids than --vocab-size if its training text has too few pairs to
-    # merge.)
+    # merge. So the model gets the vocabulary size of the tokenizer.)
     config = replace(plan.config, vocab_size=data.tokenizer.vocab_size)
     return data, plan._replace(config=config)
 
@@ -383,8 +384,9 @@ def restore_run(resumed: LoadedSnapshot, run: Run) -> None:
 # A policy only calls the parts of a block, and has no arithmetic of its own. So if a user changes a
 # part, every policy calls the changed part. But a recompute must give the same results as forward,
 # and some changes prevent this: for example, a block that draws random numbers although
-# config.dropout is 0, or a block that counts its calls. Also, the chunked loss is written
-# separately, in memory/head.py. So each technique is compared with model.py without the technique.
+# config.dropout is 0, or a block that counts its calls. Also, the chunked loss has code of its own
+# in memory/head.py, so a change of the loss in model.py does not reach it. For these reasons
+# each technique is compared with model.py without the technique.
 
 N_TECHNIQUE_CHECK_TOKENS = 8  # number of tokens in each sequence of these comparisons
 
@@ -400,8 +402,8 @@ def check_techniques_are_exact(
     gradients must be equal up to rounding. The model may be on device "meta". The check does not
     change the model.
 
-    `precision`: dtype of autocast; float32: no autocast. `shared`: processes share each sequence,
-    so a block may look at other tokens only in Attention.attend.
+    `precision`: dtype of autocast; float32: no autocast. `shared`: the processes share each
+    sequence (train_sp.py), so a block may look at other tokens only in Attention.attend.
 
     Raises UsageError, which names the difference and a remedy.
     """
@@ -428,8 +430,13 @@ def check_techniques_are_exact(
 
 
 def check_embed_and_loss_are_exact(model: MiniGPT) -> None:
-    """Compare the order of the blocks, the embedding lookup and the loss with those of plain
-    model.py. See `check_techniques_are_exact`."""
+    """Raise UsageError if the techniques change the order of the blocks, or the results of the
+    embedding or of the loss.
+
+    Most policies run the blocks in the order of `model.blocks`. So `blocks_with_recompute` of
+    model.py must have this order, too. The embedding and the loss must give the same results with
+    and without memory/head.py, up to rounding.
+    """
     ours, config, policy = cast(Any, model), model.config, model.config.recompute
     known = policy in ("none", "full") and config.mlp_chunks == 1
     if not known and [run for run, _ in ours.blocks_with_recompute.plain(model)] != [*model.blocks]:

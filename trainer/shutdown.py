@@ -76,8 +76,9 @@ def run_safely(
         if line is None:
             raise
         # Every process prints its own line at once, because torchrun will soon end all processes.
-        # (`print_error_line` may wait.) If `run` is None, print no hint: training may be done,
-        # because `run` is None after training, too.
+        # (`print_error_line` may wait, so it is not used.) `run` is None before the end of the
+        # setup, but also after training, when there is nothing to resume. So if `run` is None,
+        # print no hint.
         print_error(f"{line}; {resume_hint(run)}" if run else line)
         return 3
 

@@ -5,14 +5,15 @@ A run never overwrites the files of another run. Before a run starts, it checks 
 written (`check_no_path_conflict`), and locks the path (`claim`). Then the run renames the files
 that an older run left there (`rename_older_run`).
 
-A snapshot is a dict of plain types and tensors. `torch.save` writes the dict. `torch.load` reads it
-with `weights_only=True`, so opening a file from another person never runs code in the file. The
-newest snapshot is at `--checkpoint-path`. Two more files beside it have the same stem: `.prev.pt`
-is the previous snapshot, and `.best.pt` is the one with the lowest validation loss.
+A snapshot is a dict of tensors and of Python's basic types. `torch.save` writes the dict.
+`torch.load` reads it with `weights_only=True`, so opening a file from another person never runs
+code in the file. The newest snapshot is at `--checkpoint-path`. Two more files beside it have the
+same stem: `.prev.pt` is the previous snapshot, and `.best.pt` is the one with the lowest validation
+loss.
 
 A snapshot is written before its step is evaluated and logged. So the key `record` holds the step's
-log record, and a resumed run can log that step. The key `run` holds the id of the run. By this id,
-a run that torchrun has restarted recognises its own snapshots (resume.load_own_run).
+log record, and a resumed run can log that step. The key `run` holds the id of the run. A run that
+torchrun has restarted recognises its own snapshots by this id (resume.load_own_run).
 
 A snapshot contains *no* random-number state and *no* position in the data. Both are functions of
 the step (see `train_minimal.accumulate`), so they need not be saved and cannot be restored wrongly.
@@ -122,8 +123,8 @@ def atomic_write(path: Path, n_bytes: int) -> Iterator[Path]:
     After a failure the temporary file is deleted. Raises SaveError with the reason that the
     operating system gives. If the disk is full, the message also says that `n_bytes` are needed.
     """
-    # Each process has its own temporary name, because without locks two runs may save to the same
-    # path.
+    # Each process has its own temporary name: where `claim` cannot lock files, two runs may save to
+    # the same path.
     temporary = temporary_path(path)
     try:
         yield temporary
@@ -161,9 +162,10 @@ def describe_save_error(path: Path, error: OSError, n_bytes: int) -> str:
 def read_snapshot(path: Path) -> State:
     """Read a snapshot file into CPU memory and return its state.
 
-    The tensors do not go to the GPU: there they would take as many bytes as the model and the
-    optimizer, in addition to these. First the checksums in the file are verified. `torch.save`
-    writes checksums, but `torch.load` ignores them, and would accept a flipped bit in a weight.
+    The tensors do not go to the GPU. The model and the optimizer are there, and the snapshot's
+    tensors would take as many bytes again. First the checksums in the file are verified.
+    `torch.save` writes checksums, but `torch.load` ignores them, and would accept a flipped bit in
+    a weight.
 
     Raises SnapshotError if the file is missing, damaged, or no snapshot of this project.
     """
@@ -276,7 +278,7 @@ def check_no_path_conflict(path: Path, resuming: bool) -> None:
 
     A new run may not replace a file that is no snapshot, because a typing error must not cost a
     user that file. No run may use a path if its log, its lock, its `.prev.pt` or its `.best.pt`
-    would also be another run's.
+    would also belong to another run.
     """
     if is_prev_or_best(path):
         raise make_path_error(f"{path} is another run's second file; copy it to a name of its own")
@@ -357,7 +359,8 @@ def archived_path(path: Path) -> Path | None:
 
 
 def unused_path(path: Path, suffix: str) -> Path:
-    """Return the first path of `runSUFFIX.pt`, `runSUFFIX-2.pt`, ... at which no run has files."""
+    """Try the paths `runSUFFIX.pt`, `runSUFFIX-2.pt`, ... in turn. Return the first path at which
+    no run has files."""
     numbered = (f"-{number}" * (number > 1) for number in count(1))
     names = (sibling_path(path, f"{suffix}{number}.pt") for number in numbered)
     return next(name for name in names if not any(map(os.path.lexists, files_of_run(name))))
@@ -367,8 +370,8 @@ def copy_as_newest_snapshot(source: Path, path: Path) -> None:
     """Copy the snapshot `source`, from which a run resumes, to `path`, so that it becomes the run's
     newest snapshot.
 
-    A file that already exists at `path` could not be read. This file is renamed and not deleted,
-    because perhaps only the disk had a fault, and the file is intact.
+    If a file exists at `path`, `resume.load_newest` could not read it. This file is renamed and not
+    deleted, because perhaps only the disk had a fault, and the file is intact.
     """
     if os.path.lexists(path):
         os.replace(path, unused_path(path, ".damaged"))
