@@ -20,8 +20,9 @@ from .documents import suffix_of
 from .tokenizer import DataError, Tokenizer, errors_as_data_errors
 
 # A file of llm.c begins with a header of 256 int32: magic, version, number of tokens, padding. A
-# file of nanoGPT has no header, and cannot begin with one of these magics: read as uint16, the
-# magics begin with the ids 55432 and 55713, and all ids of GPT-2 are smaller.
+# file of nanoGPT has no header. It contains ids of GPT-2 as uint16, and these ids are below 50257.
+# The first two bytes of each magic in LLMC_FORMATS, as a uint16, are 55432 or 55713. No id is so
+# large, so a file of nanoGPT cannot begin with a magic.
 LLMC_FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # (magic, version) -> dtype
 LLMC_HEADER_BYTES = 256 * 4
 CHUNK_TOKENS = 2**20  # number of tokens that `id_chunks` reads at a time
@@ -152,13 +153,16 @@ class Windows:
         check_length(max((file.count for file in files), default=0), seq_len, split)
         self.files, self.batch_size, self.seq_len, self.device = files, batch_size, seq_len, device
         counts = [max(0, (file.count - 1) // seq_len) for file in files]
-        # The number of each file's first window. The last entry is the number of all windows.
+        # For each file, the index of its first window. The last entry is the count of all windows.
         self.first = np.cumsum([0, *counts])
         self.n_windows = int(self.first[-1])
 
     def read_by_number(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the inputs and the labels of the windows `numbers` (n,). Both are int64 (n, T) on
-        `device`. Raises DataError if a file was deleted, or is shorter than before."""
+        """Return the inputs and the labels of n windows. Both are int64 (n, T) on `device`.
+
+        `numbers`: the indices of the windows, shape (n,). Raises DataError if a file was deleted,
+        or is shorter than before.
+        """
         array = np.empty((len(numbers), self.seq_len + 1), dtype=np.int64)
         shards = np.searchsorted(self.first, numbers, side="right") - 1
         for row, number, shard in zip(array, numbers.tolist(), shards.tolist(), strict=True):

@@ -116,7 +116,7 @@ class TextCorpus:
         documents = "1 document" if n_documents == 1 else f"{n_documents:,} documents"
         amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
         source = f"{self.label}: {documents}, {amount}"
-        # A resumed run keeps the bpe of its snapshot, even where a new run would train another bpe.
+        # A resumed run keeps the bpe of its snapshot, even if a new run would train another bpe.
         # For the same text both runs must get the same fingerprint. So with a bpe, the fingerprint
         # does not depend on the ranks. It depends on the text, the split, the limit of tokens and
         # the size of the bpe.

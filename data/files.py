@@ -55,7 +55,7 @@ def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
 
 def _expand_glob(name: str, flag: str) -> list[Path]:
     """Return the file or folder `name`. If it does not exist, return the paths that match the
-    pattern `name`. Raises DataError if a path is neither file nor folder, or if there is no path.
+    pattern `name`. Raises DataError if a path is neither file nor folder, or if no path matches.
     """
     paths = [Path(name)]  # try a plain path first: a file name may contain [ or *
     if not name or not paths[0].exists():
@@ -98,8 +98,8 @@ def _partition_files_by_suffix(
     skips: Iterable[str] = ("__pycache__",),
 ) -> tuple[list[Path], list[Path]]:
     """Return all files below `root` in two lists: the files with one of `suffixes`, sorted, and the
-    other files. Both lists leave out hidden files, empty files, folders whose names are in `skips`,
-    our token cache and the logs of our runs."""
+    other files. Both lists leave out empty files, hidden files and folders, the logs of our runs,
+    our token cache, and folders whose names are in `skips`."""
     matching: list[Path] = []
     others: list[Path] = []
     for folder, folders, names in os.walk(root):

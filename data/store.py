@@ -86,8 +86,8 @@ def os_errors_as_data_errors(cache_dir: Path) -> Iterator[None]:
 
 
 def take_up_to(limit: int, pieces: Iterable[Any]) -> Iterator[Any]:
-    """Yield `pieces`, which are arrays of ids or strings, up to `limit` ids or characters in total.
-    The last piece is cut to fit."""
+    """Yield `pieces` up to a total length of `limit`: characters if the pieces are strings, ids if
+    the pieces are arrays of ids. The last piece is cut to fit."""
     for piece in pieces:
         yield piece[:limit]
         limit -= len(piece)
@@ -130,7 +130,8 @@ def load_or_build_folder(
     `build(new)` writes the files to the temporary folder `new`, and returns the content of
     meta.json. If several processes need the folder, only one process calls `build`. One rename
     makes all files visible, so no process ever reads an incomplete folder. A process that is killed
-    during `build` leaves only a temporary folder, which the next process that builds deletes.
+    during `build` leaves only a temporary folder. The next process that builds a folder first
+    deletes this temporary folder.
     """
     if meta := read_meta(folder):
         return meta
@@ -145,7 +146,7 @@ def load_or_build_folder(
             meta = build(new)
             meta["sha256"] = hash_folder(new, meta)
             (new / META).write_text(json.dumps(meta, indent=2) + "\n")
-            if os.path.lexists(folder):  # a folder, or a file: rename moves both
+            if os.path.lexists(folder):  # (even if it is a file: rename moves files, too)
                 os.rename(folder, Path(temporary, "old"))
             os.rename(new, folder)
         return meta

@@ -63,7 +63,8 @@ def find_merge_pair(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes
 
 
 def list_spelled_merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """Return the merges (left, right), the lowest id first, written as in merges.txt."""
+    """Return the merges (left, right), spelled as in merges.txt. They are sorted by the id of the
+    merged token."""
     by_rank = sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)
     pairs = (find_merge_pair(token, tokenizer.ranks) for token in by_rank)
     return [(spell(pair[0]), spell(pair[1])) for pair in pairs if pair]

@@ -33,7 +33,7 @@ def load_toy(
         order = rng.sample(range(vocab_size), vocab_size)
         steps = rng.sample(
             range(vocab_size), N_TOY_SUCCESSORS
-        )  # distinct, as the successors must be
+        )  # `sample` draws distinct steps, so the successors are distinct
         ids = [order[0]]
         for step in rng.choices(steps, k=sum(counts) - 1):
             ids.append(order[(ids[-1] + step) % vocab_size])

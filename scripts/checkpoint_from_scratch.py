@@ -291,7 +291,7 @@ class Step:
 
     loss: Tensor
     gradients: dict[str, Tensor]
-    flops: int  # of matmuls in forward and backward (since torch 2.15 also of fused attention)
+    flops: int  # FLOPs of matmuls, forward and backward (since torch 2.15 also of fused attention)
     kept: int  # bytes that forward keeps for backward
 
 

@@ -4,7 +4,7 @@ python -m scripts.lesson                   # list the exercises
 python -m scripts.lesson 4                 # show exercise 4
 python -m scripts.lesson 4 30              # check whether 30 is the answer to exercise 4
 python -m scripts.lesson 4 --measure       # measure the answer to exercise 4
-python -m scripts.lesson 4 --solution      # print the answer and its reason (without 4: of all)
+python -m scripts.lesson 4 --solution      # print the answer and its reason; without 4: all answers
 
 The questions are in docs/lesson.md. Hints and reasons are in EXERCISES. The model and the planner
 compute each answer on demand, in one function per exercise (MEASURES). Exit codes: 0 the answer is
@@ -261,7 +261,7 @@ EXERCISES: dict[int, Exercise] = {
 Measured = tuple[float | str, list[str]]
 GPT2_SMALL = MiniGPTConfig(dropout=0.0)
 SEQ_LEN, SEQUENCES = 1024, 12
-BUDGET = 4 * GIB  # of the GPU in exercise 10
+BUDGET = 4 * GIB  # memory of the GPU in exercise 10
 
 
 def needed_by_backward() -> Measured:
@@ -298,9 +298,9 @@ def block_keeps(policy: str, no_amp: bool = False) -> Measured:
 
 
 def cost_of_full() -> Measured:
-    """Compute answer 5: the FLOPs of a step of blocks with `full`, divided by those with `none`.
-    The second line for --measure also counts attention's own matrix products, the third line also
-    counts the head."""
+    """Compute answer 5: the FLOPs of a step with `full`, divided by the FLOPs of a step with
+    `none`. The answer counts only the weights' matrix products in the blocks. The second line for
+    --measure also counts attention's own matrix products; the third line also counts the head."""
 
     def relative(vocab_size: int, seq_len: int) -> float:
         config = replace(GPT2_SMALL, vocab_size=vocab_size, recompute="full")

@@ -1,5 +1,5 @@
-"""Colours, labels and sizes of all pictures and of the page. Metadata of results (`about`): the
-command, the device, the torch version and the date.
+"""Define the colours, labels and sizes of all pictures and of memory_page's web page. Make the
+metadata of results (`about`): the command, the device, the torch version and the date.
 
 Only load_pyplot imports matplotlib. If matplotlib is missing, the error is one line, not a
 traceback.
@@ -22,15 +22,15 @@ from planner.formulas import count_parameters, flops_per_token
 from trainer.flags import UsageError
 from trainer.plan import PlanRequest
 
-# Name of a policy in pictures and on the page -> arguments of `Planner.step`.
+# Name of a policy in pictures and on memory_page's page -> arguments of `Planner.step`.
 POLICIES: dict[str, dict[str, Any]] = {
     "plain": {"recompute": "none", "loss_chunks": 1},  # as in most tutorials
     **{policy: {"recompute": policy} for policy in UNIFORM_POLICIES},
 }
 # Kinds of memory, in the order of every picture from the bottom up: first the memory that exists
-# during the whole step. The hues are Okabe and Ito's; the training state has the cold hues. Some
-# colours are lighter or darker than Okabe and Ito's. Otherwise a colour-blind reader would confuse
-# "head" with "temporaries", and "recomputed" with "activations".
+# during the whole step. The hues are Okabe and Ito's; the first three kinds have the cold hues.
+# Some colours are lighter or darker than Okabe and Ito's. Otherwise a colour-blind reader would
+# confuse "head" with "temporaries", and "recomputed" with "activations".
 COLORS = {
     "parameters": "#0072B2",
     "optimizer": "#56B4E9",
@@ -80,7 +80,7 @@ def load_pyplot(program: str) -> Any:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    plt.rcdefaults()  # not the user's own style
+    plt.rcdefaults()  # ignore the user's own style
     style: Any = {"figure.constrained_layout.use": True, "figure.titlesize": 10, "savefig.dpi": 150}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "minigpt"}
     style |= {"axes.titlelocation": "left", "axes.titlesize": 9.5, "font.size": SMALL}
@@ -90,10 +90,10 @@ def load_pyplot(program: str) -> Any:
 
 def save_picture(figure: Any, file: Path, about: Mapping[str, str] | None = None) -> None:
     """Write the picture. A PNG file has `about` in its metadata, but not matplotlib's version, so
-    that equal numbers give equal files. Raises UsageError that names --out."""
+    that equal numbers give equal files. Raises a UsageError that names --out."""
     metadata = {"Software": None, **(about or {})} if file.suffix == ".png" else None
     try:
-        file.parent.mkdir(exist_ok=True)  # (makes out/ for the default)
+        file.parent.mkdir(exist_ok=True)  # (the default folder, out/, may be missing)
         figure.savefig(file, metadata=metadata)
     except (OSError, ValueError) as error:  # ValueError: the suffix is no picture format
         raise UsageError(f"--out {file}: {error}") from None

@@ -13,7 +13,8 @@ import sys
 import time
 from io import TextIOWrapper
 
-PROCESS_START = time.perf_counter()  # the time of a run includes `import torch`: 1 to 2 s
+# The time of a run is measured from here, so it includes `import torch`, which takes 1 to 2 s.
+PROCESS_START = time.perf_counter()
 PROJECT_FOLDER = os.path.dirname(
     os.path.dirname(os.path.realpath(__file__))
 )  # the project's folder
@@ -67,7 +68,7 @@ if IS_MAIN_PROGRAM:
     # A shell may start a background process with SIGINT ignored. Then SIGINT stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, handle_sigint)
-    if hasattr(signal, "SIGUSR1"):  # it asks for a save: ignore it until training can save
+    if hasattr(signal, "SIGUSR1"):  # SIGUSR1 asks for a save: ignore it until training can save
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     set_stdout_errors()
 
@@ -92,7 +93,8 @@ def end_with_torchrun() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not torchrun_lives():  # (after prctl, which sends no signal for an earlier death)
+    # Check this after the call of prctl, which sends no signal if the parent is already dead.
+    if not torchrun_lives():
         say_stopped("because torchrun, which had started this process, is gone")
         os._exit(1)
 
@@ -111,7 +113,8 @@ def torchrun_lives() -> bool:
     False only for a process with parent 1.
     """
     pid = os.getppid()
-    if pid == 0 or not os.path.exists("/proc/self/stat"):  # (0: parent outside of this container)
+    # (The parent's id is 0 if the parent is outside of this container.)
+    if pid == 0 or not os.path.exists("/proc/self/stat"):
         return pid != 1
     while pid:
         name, _, numbers = read_or_empty(f"/proc/{pid}/stat").rpartition(")")

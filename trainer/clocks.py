@@ -75,7 +75,7 @@ class StepClock:
         self.phase = phase
 
     def close_phase(self) -> None:
-        """Add the time since the last call to the current phase."""
+        """Add to the current phase the time since the previous call of this method."""
         now = time.perf_counter()
         self.total[self.phase] += now - self.since
         self.since = now
@@ -91,8 +91,9 @@ class StepClock:
             self.begin_phase(interrupted)
 
     def discard_step(self) -> None:
-        """Discard the measurements of a step that failed and will be repeated. StepClock has no
-        measurements to discard."""
+        """Discard the measured memory of a step that failed and will be repeated. StepClock
+        measures no memory, so it discards nothing. The seconds of the failed attempt still count.
+        """
 
     def expect_peak(self, peak: int) -> None:
         """Set the predicted peak memory of all later steps, in bytes. StepClock ignores it."""
@@ -134,7 +135,7 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.alive: dict[int, weakref.ref] = {}  # key: address of the storage
-        self.now = self.peak = 0  # bytes, at present and at most so far
+        self.now = self.peak = 0  # bytes that are alive now; the maximum of `now` so far
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -153,7 +154,7 @@ class LiveStorages(TorchDispatchMode):
         """Count a storage until it is freed. Skip a storage that is already counted."""
         address, size = storage._cdata, storage.nbytes()
         if address in self.alive:
-            return  # the tensor is a view, or the result of an in-place operator
+            return  # counted already, when an operator read or returned the same storage
 
         def on_free(_: weakref.ref) -> None:
             del self.alive[address]  # a later storage may get the same address
@@ -225,7 +226,7 @@ class PeakMemoryClock(StepClock):
             )
 
     def __exit__(self, *exception: object) -> None:
-        self.looking.close()  # still active if the measured step failed
+        self.looking.close()  # LiveStorages is still active if the measured step failed
         super().__exit__(*exception)
 
 
@@ -242,7 +243,7 @@ class ProfilingClock(PeakMemoryClock):
         super().__init__(process, *measured)
         self.asked, self.path = args.profile, sibling_path(args.checkpoint_path, ".trace.json")
         self.phase_range, self.model_ranges = ExitStack(), ExitStack()
-        # Otherwise Kineto, the library behind torch.profiler, prints lines of its own.
+        # Without this setting Kineto, the library behind torch.profiler, prints lines of its own.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         # acc_events=True: without it some versions of torch warn that they do not keep events
         # across profiling cycles, although there is only one cycle here.

@@ -89,8 +89,8 @@ def set_matmul_precision(device: torch.device, tf32: bool) -> None:
     """Set how a GPU's matmuls round. If `tf32`, float32 inputs are rounded to TF32, which has 10
     mantissa bits. Sums keep float32 precision.
 
-    For a CPU nothing is set. Otherwise, with `tf32`, oneDNN would round the inputs on a CPU, too,
-    if the hardware can.
+    For a CPU nothing is set. With the setting of `tf32`, oneDNN would round the inputs on a CPU,
+    too, if the hardware supports this.
     """
     if device.type != "cuda":
         return
@@ -127,10 +127,11 @@ def compile_blocks(model: MiniGPT) -> None:
     the block's last matmul.) With any finer policy, the checkpoints are inside the block and are
     compiled with it, because the compiler must see them.
     """
-    # Otherwise DDP would split compiled graphs, and with them the activation checkpoints.
+    # Without this setting DDP would split compiled graphs, and also the activation checkpoints in
+    # these graphs.
     torch._dynamo.config.optimize_ddp = False
-    # Otherwise, on CUDA, recomputed dropout draws from random generators that torch.manual_seed
-    # does not set.
+    # Without this setting, on CUDA, recomputed dropout draws from random generators that
+    # torch.manual_seed does not set.
     torch._functorch.config.graphsafe_rng_functionalization = False
     for block in model.blocks:
         block.compile()
@@ -193,7 +194,8 @@ class MemoryBudget:
 
     @property
     def usable_bytes(self) -> int | None:
-        """Bytes that tensors may use: the total minus the margin; None if the total is unknown."""
+        """Bytes that tensors may use: the total minus the margin (see `margin_bytes_and_words`);
+        None if the total is unknown."""
         return (
             None if self.limit_bytes is None else without_margin(self.limit_bytes, self.device_type)
         )

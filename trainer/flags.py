@@ -93,7 +93,7 @@ class ExplicitFlagsParser(OneLineParser):
     --model, the flags of the model's shape count as typed, too.
 
     A flag that the user typed overrides the value in the snapshot (--resume) and the shape of
-    --model. In the result these flags come first, in the order of --help.
+    --model. In the result the typed flags come first, in the order of --help.
     """
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -259,7 +259,7 @@ FORMATTER_BY_TYPE: dict[Any, Callable[[int], str]] = {byte_count: "{}b".format}
 
 def snapshot_path(text: str) -> Path:
     """Parse the path of a snapshot (argparse type). Reject a path that names no file, such as
-    "checkpoints/" or ".pt". (This checks the text, because Path would drop a slash at the end.)"""
+    "checkpoints/" or ".pt". (The text is checked, because Path would drop a slash at the end.)"""
     if os.path.basename(text).strip(".") in ("", "pt", "pth", "ckpt"):
         raise argparse.ArgumentTypeError(f"{text!r} is no name of a file, as checkpoints/run.pt")
     return Path(text)
@@ -521,7 +521,7 @@ def set_num_steps(args: argparse.Namespace, processes: int, windows: int | None 
     steps. Then set the default of --warmup-steps, which depends on --num-steps.
 
     `windows`: number of training sequences in an epoch; None: the data are not read yet. If
-    `windows` is None and --num-epochs is given, set nothing: a later call will set both.
+    `windows` is None and --num-epochs is given, set neither flag: a later call will set both.
     """
     tokens: int | Fraction | None = args.num_tokens
     if args.num_epochs is not None:

@@ -121,7 +121,8 @@ LOGGER_MODULES = {
     "wandb": "wandb",
 }  # value of --log-to -> module
 Say = Callable[[str], None]
-LogNumbers = Callable[[dict[str, float], int], object]  # logs numbers by name, for a step
+# Function that logs the numbers of a step. Its arguments are a dict, name -> number, and the step.
+LogNumbers = Callable[[dict[str, float], int], object]
 
 
 def check_logger(name: str) -> None:
@@ -185,7 +186,7 @@ def open_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
 def finish_wandb() -> None:
     """End the log at Weights & Biases, if --log-to opened one. Usually an exit handler of Python
     ends the log. But if a run has several processes, a process with an error calls no exit handler.
-    """
+    So every run calls this function."""
     if wandb := sys.modules.get("wandb"):
         with suppress(Exception):  # a lost network must not change the exit code
             wandb.finish()
