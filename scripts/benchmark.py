@@ -179,12 +179,12 @@ def recorded_peak(run: Run) -> int:
     each allocation."""
     existing: list[Tensor] = list(run.model.parameters())
     existing += chain(*(state.values() for state in run.optimizer.state.values()))
-    if isinstance(run.model, MiniGPT):  # count the CPU buffers of +offload, too
+    if isinstance(run.model, MiniGPT):  # also count the CPU buffers of offload policies
         existing += cast(BlockCallsByPolicy, run.model.blocks_with_recompute).offload_pool.buffers
     with profile(profile_memory=True) as profiler:
         timed_step(run)
-    result: Any = profiler.profiler  # (the profiler's own tables have only sums)
-    changes = [  # bytes; negative when a tensor is freed
+    result: Any = profiler.profiler  # read raw events: the profiler's tables have only sums
+    changes = [  # one event per allocation or free; nbytes() of a free is negative
         event
         for event in result.kineto_results.events()
         if event.name() == "[memory]" and event.device_type().name == "CPU"

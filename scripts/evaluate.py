@@ -92,7 +92,7 @@ def sum_loss(model: MiniGPT, tokens: np.ndarray, args: argparse.Namespace) -> fl
     # Index of the last token that each window predicts. The last window ends where the text
     # ends, so it may begin less than one stride after the window before it.
     ends = np.minimum(np.arange(T, last + args.stride, args.stride), last)
-    counts = np.diff(ends, prepend=0)  # n of each window: its last n predictions are new
+    counts = np.diff(ends, prepend=0)  # n of each window: only its last n predictions count
     windows = sliding_window_view(tokens, T + 1)  # row i: tokens i .. i + T
     with tqdm(total=last, unit="tok", disable=None, leave=False) as bar:
         for first in range(0, len(ends), args.batch_size):
@@ -117,7 +117,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     set_matmul_precision(device, tf32=False)
     with process.showing_message(f"reading {path}"):
         model, tokenizer = load_model_and_tokenizer(path, device)
-    state, limit = peek(path), model.config.max_position_embeddings  # (peek(folder): {})
+    # For a folder, `peek` returns {}.
+    state, limit = peek(path), model.config.max_position_embeddings
     trained = state["args"]["seq_len"] if state else limit
     args.seq_len = args.seq_len or min(trained, limit)
     args.stride = args.stride or args.seq_len

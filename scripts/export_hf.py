@@ -6,7 +6,7 @@
     pipeline("text-generation", "minigpt-hf")("def ")
 
 MiniGPT has the architecture of GPT-2. So the folder holds a GPT2LMHeadModel with the weights of the
-snapshot, equal to the bit, and a tokenizer that gives the same ids for any text. If model.py has
+snapshot, bit for bit, and a tokenizer that gives the same ids for any text. If model.py has
 been changed and does not compute GPT-2 any more, nothing is written. The export needs the package
 safetensors (pip install safetensors), but not transformers. The trainers' --init-from reads the
 exported folder.
@@ -72,7 +72,7 @@ def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     alone = {name: allowed[0] for name, allowed in SUPPORTED_GPT2_SETTINGS.items()}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_id)
     # The sampling defaults of scripts.generate. max_length ends a text at the last position of the
-    # model, because the window of transformers does not slide.
+    # model: scripts.generate goes on with a sliding window, but transformers has no such window.
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 40}
     sampling |= {"pad_token_id": tokenizer.eot_id, "max_length": config.max_position_embeddings}
     files: dict[str, Any] = {"generation_config.json": ends | sampling}

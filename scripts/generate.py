@@ -64,7 +64,8 @@ def generate_text(
     except ValueError as error:
         raise UsageError(f"--prompt: {error}") from None
     # In training <|endoftext|> came before each document. So each sample begins with this token and
-    # ends when the model generates it. (In toy data its id is a plain number and ends nothing.)
+    # ends when the model generates it. (Toy data has no documents: `eot_id` is 0 there, a number
+    # like any other, and ends nothing.)
     ids = torch.tensor([[tokenizer.eot_id, *prompt]] * args.num_samples, device=device)
     stop_id = None if args.ignore_eot or tokenizer.name == "toy" else tokenizer.eot_id
     samples = [list(prompt) for _ in range(args.num_samples)]

@@ -84,10 +84,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Labels:
-    """Numbers of the labels that describe storages. Equal blocks have equal storages; only the
-    block number in the storages' names differs. A label has "<+0>" in place of the number of the
-    storage's own block, and "<+1>" in place of the number of the next block. So equal storages of
-    all blocks share one label. The lookup of a new label gives this label the next number."""
+    """Labels that describe storages, each with a number: 0, 1, 2 and so on. Equal blocks have equal
+    storages; only the block number in the storages' names differs. A label has "<+0>" in place of
+    the number of the storage's own block, and "<+1>" in place of the number of the next block. So
+    equal storages of all blocks share one label. The lookup of a new label gives this label the
+    next number. (Names of operators and source lines are numbered in the same way.)"""
 
     def __init__(self) -> None:
         self.operators, self.lines, self.storages = numbers(), numbers(), numbers()
@@ -118,8 +119,8 @@ def relative(text: str, block: int | None) -> str:
 
 
 def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
-    """Return two lists: the number of the first operator of each part of the step, and its position
-    on the horizontal axis. The last entries are the end of the step.
+    """Return two lists: the index of the first operator of each part of the step, and this
+    operator's position on the horizontal axis. The last entries are the end of the step.
 
     Positions begin at 0, and 1 stands for the FLOPs of a step without recompute. A part, such as
     the forward of a block, is as wide as the FLOPs of its matrix products. Its operators share that
@@ -139,7 +140,7 @@ def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
 
 
 def along_seconds(record: StepRecord, card: Card) -> tuple[list[int], list[float]]:
-    """Return two lists: the number of each operator that takes time, and its position on the
+    """Return two lists: the index of each operator that takes time, and its position on the
     horizontal axis in predicted seconds. The last entries are the end of the step."""
     op_work = record.step_memory.work_by_op
     each = seconds_of_each_op(op_work, card) * op_work.times
@@ -184,7 +185,7 @@ def step_data(
 
 
 def way_data(candidate: StepMemory, request: PlanRequest) -> list:
-    """Return [peak, cost, name, flags] of one candidate of `auto`, as page.js reads them."""
+    """Return [peak, cost, name, flags] of one policy that `auto` may choose, for page.js."""
     flops = relative_flops(candidate.config, request.args.seq_len, request.args.compile)
     cost = candidate.seconds(request.card) if request.card else flops
     return [candidate.peak, cost, candidate.config.recompute, trainer_flags(candidate.config)]

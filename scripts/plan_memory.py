@@ -11,8 +11,8 @@ machine without one. `--card` names a GPU: then the budget is this GPU's memory,
 predicts the time as well.
 
 The recommendation leaves a margin for memory that is not tensors: the CUDA context, kernels, the
-allocator's gaps. The margin is a tenth of the budget. On a GPU it is at least 1 GiB, or a quarter
-of a budget below 4 GiB.
+allocator's gaps. The margin is a tenth of the budget. On a GPU it is at least 1 GiB; but if the
+budget is below 4 GiB, the margin is a quarter of the budget.
 """
 
 import os
@@ -71,7 +71,7 @@ DEEPER = 2  # largest number of policies that the line of `deeper_words` names
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the trainers' flags and those of the plan. Raises UsageError or DataError.
 
-    The table compares all policies, so it ignores the policy that the user types. With --at-peak
+    The table compares all policies, so it ignores the policy that the user types. With --at-peak,
     `args.typed_policy` is the typed policy, or None if the user typed `auto` or no policy.
     """
     parser = flags.build_parser("python -m scripts.plan_memory", "unused.pt")
@@ -354,5 +354,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    gc.set_threshold(1_000_000)  # a simulation makes no reference cycles: skip the search
+    gc.set_threshold(1_000_000)  # a simulation makes no reference cycles: do not search for them
     sys.exit(main())

@@ -82,7 +82,7 @@ class Candidate:
 
     def changes(self, args: argparse.Namespace) -> dict[str, Any]:
         """Return the flags of this candidate that differ from those in `args`, and always the
-        policy. (--max-position-embeddings is compared only with --model, because --model sets it.
+        policy. (--max-position-embeddings is compared only if `args` has --model, which sets it.
         Without --model it follows --seq-len.)"""
         wanted = vars(self.request.args)
         names = ["batch_size", "grad_accum_steps", "seq_len", "mlp_chunks"]
@@ -91,8 +91,8 @@ class Candidate:
         return changed | {"use_activation_checkpoint": self.name}
 
     def as_json(self, args: argparse.Namespace) -> dict[str, Any]:
-        """Return a row of the JSON file. Its `flags` are the words to type instead of those in
-        `args`."""
+        """Return a row of the JSON file. Its `flags` are `changes(args)` as words of a command
+        line."""
         step = self.step
         return {
             "name": self.name,
@@ -144,9 +144,9 @@ def candidate_of(request: PlanRequest, **flags: Any) -> Candidate:
 def policy_table(request: PlanRequest) -> list[Candidate]:
     """Return a candidate for each policy of `uniform_policies`, and for OFFLOAD_POLICY.
 
-    If the cheapest policy that fits is a mix or a nested group, it has a candidate, too. With
-    --longest-sequence nested groups always have candidates, and each candidate has its longest
-    sequence.
+    If the cheapest policy that fits is a mix of two policies or a nested group (`full/K+nested`),
+    it has a candidate, too. With --longest-sequence, nested groups always have candidates, and
+    `longest` of each candidate is set.
     """
     names = [*uniform_policies(request.planner), OFFLOAD_POLICY]
     taken = request.step_with_best_policy().config
@@ -229,7 +229,8 @@ def describe_host(candidate: Candidate) -> str:
 def if_memory_runs_out(candidate: Candidate | None) -> Iterator[Candidate]:
     """Yield the candidates that a run falls back to. The run uses the first of them when memory
     runs out with `candidate`. It uses each later candidate when memory runs out with the candidate
-    before. (With shards the policy changes only when torchrun restarts the run: --max-restarts.)"""
+    before. (With shards, the policy changes only when torchrun restarts the run; its flag is
+    --max-restarts.)"""
     if (
         candidate
         and candidate.longest is None
@@ -268,7 +269,7 @@ def longest_sequence(request: PlanRequest) -> int:
     if request.state_bytes > request.usable_bytes:
         return 0
     # With fused attention, memory depends only on the number of tokens. So the guess is the number
-    # of tokens in the largest batch, divided by the number of sequences.
+    # of tokens in the largest batch, divided by --batch-size.
     guess = request.largest_batch * args.seq_len // (args.batch_size * STEP)
     typed = "max_position_embeddings" in args.typed
     max_n = (args.max_position_embeddings if typed else MAX_COUNT) // STEP
@@ -299,9 +300,10 @@ def most_that_fit(
 
 
 def search_settings(request: PlanRequest) -> list[Candidate]:
-    """Return the fastest candidate that fits for each micro-batch size that divides the number of
-    sequences in a step. The fastest size comes first; sizes that do not fit are left out. (All
-    candidates train the same: a step has the same sequences, and policies change no result.)"""
+    """Return the micro-batch sizes that divide the number of sequences in a step, each as a
+    candidate with the fastest policy that fits. The fastest candidate comes first. Sizes that do
+    not fit are left out, and so are large sizes that can only be slower. (All candidates give the
+    same training: a step has the same sequences, and policies change no result.)"""
     typed_size = request.args.batch_size
     sequences = typed_size * request.args.grad_accum_steps
     candidates: list[Candidate] = []

@@ -52,7 +52,7 @@ NAMES = {
 
 
 class BlockTensor(NamedTuple):
-    """The tensors of a block that share one name in the picture, with one policy."""
+    """Tensors of a block that share one name in the picture, in a step with one policy."""
 
     name: str
     bytes: int  # of these tensors together

@@ -1,4 +1,4 @@
-"""Measure this project on a GPU. Each result is written to a JSON Lines file at once.
+"""Measure this project on a GPU. Each result is written to a JSON Lines file immediately.
 
     python -m studies.gpu                              # an hour at most
     python -m studies.gpu --only head
@@ -93,8 +93,8 @@ class Bench:
         return benchmark.with_policy(args, policy)
 
     def ask(self, args: argparse.Namespace) -> PlanRequest:
-        """Return the plan request. A dry run predicts times for an arbitrary card, because it
-        compares no times."""
+        """Return the plan request. A dry run only tests this command, so its predictions need not
+        be right: it predicts for a card with a data sheet and does not measure the CPU."""
         return benchmark.ask(with_flags(args, card=self.pick(None, "H100 PCIe")))
 
 
@@ -102,9 +102,9 @@ class Bench:
 
 
 def head(bench: Bench) -> Jobs:
-    """Measure forward and backward of the head: with the number of chunks that the head chooses
-    (0), with a fixed number, and with plain cross-entropy (1)."""
-    all_chunks = bench.pick((0, 4, 8, 16, 32, 99, 1), (0, 2, 1))  # (one chunk may not fit)
+    """Measure forward and backward of the head, with several numbers of chunks. 0: the head chooses
+    the number. 1: plain cross-entropy on all logits at once."""
+    all_chunks = bench.pick((0, 4, 8, 16, 32, 99, 1), (0, 2, 1))  # (1 is last: it may not fit)
     for dtype, chunks in product((torch.bfloat16, torch.float16), all_chunks):
         yield f"{dtype}, {chunks} chunks", partial(time_head, bench, dtype, chunks)
 
@@ -200,11 +200,11 @@ class Transformers(nn.Module):
 
 @contextmanager
 def shortage(bench: Bench, step: int, free_bytes: int, in_holes: bool) -> Iterator[list[int]]:
-    """From step number `step` on, hold 1 GiB and leave `free_bytes` of the GPU to everything else.
+    """Hold 1 GiB from step number `step` on, and leave `free_bytes` of the GPU to everything else.
 
     With `in_holes`, half of that GiB is freed again, in holes of 2 MiB. (On a CPU nothing is held;
-    the first attempt of the step fails after its backward.) Yields a list, to which each attempt of
-    the step adds the bytes in use when it begins (0 on a CPU).
+    the first attempt of the step fails after its backward.) Yields a list. Each attempt of the step
+    adds to it the bytes in use when the attempt begins (0 on a CPU).
     """
     real, begun, held = train_minimal.accumulate, list[int](), list[Tensor]()
 
@@ -242,7 +242,7 @@ def rescue(bench: Bench) -> Jobs:
 
 def rescued_step(bench: Bench, policy: str, in_holes: bool) -> Values:
     """Measure steps of 12 sequences (2 on a CPU). `shortage` leaves memory for a peak halfway
-    between the peak of `policy` and the peak of full."""
+    between the peak of `policy` and the peak of the policy `full`."""
     args = bench.args(f"--batch-size {bench.pick(12, 2)}", policy)
     request = bench.ask(args)
     peaks = [
@@ -293,7 +293,7 @@ def append(file: Path, record: Values) -> None:
 
 def measure(bench: Bench, sections: list[str], file: Path) -> None:
     """Run each measurement that has no values in the file. Measurements that an earlier run began
-    come last. (After a CUDA error all later measurements fail, too: run the command again.)"""
+    come last. (After a CUDA error, all later measurements fail, too: run the command again.)"""
     _, before = read(file)
     jobs = {(part, name): job for part in sections for name, job in SECTIONS[part](bench)}
     gc.freeze()  # later collections skip the objects that exist now
@@ -319,7 +319,7 @@ def measure(bench: Bench, sections: list[str], file: Path) -> None:
 def merge_turns(turns: list[Values]) -> Values:
     """Return the median of each value over the turns, and the spread of the times (maximum minus
     minimum). Values that are None are left out. (A turn that failed or ran out of memory has no
-    other values.)"""
+    times or bytes.)"""
     keys = dict.fromkeys(chain(*turns))
     found = {key: [turn[key] for turn in turns if turn.get(key) is not None] for key in keys}
     merged = {key: statistics.median_low(values) for key, values in found.items() if values}
