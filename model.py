@@ -61,7 +61,7 @@ class MiniGPTConfig:
         if self.recompute not in ("none", "full") or self.loss_chunks > 1 or self.mlp_chunks != 1:
             if not hasattr(MEMORY_PACKAGE, "normalized_recompute"):
                 raise ImportError(f"this needs the folder memory/ beside model.py: {self}")
-            # Store the shortest equal policy: with 12 blocks "mlp" instead of "mlp:12,cheap".
+            # Store the shortest text that means the same: with 12 blocks "mlp", not "mlp:12,cheap".
             object.__setattr__(self, "recompute", MEMORY_PACKAGE.normalized_recompute(self))
 
 
@@ -109,7 +109,7 @@ class Block(nn.Module):
 
     It has two halves, attention and MLP, each with its LayerNorm. A *policy* (memory/policies.py)
     calls a block's methods, some in an activation checkpoint. `qkv` and `up_project` are separate
-    methods, because the result of each is the largest tensor of its half."""
+    methods, so that a policy can keep or recompute their results, the halves' largest tensors."""
 
     def __init__(self, config: MiniGPTConfig):
         super().__init__()
@@ -147,7 +147,7 @@ class Block(nn.Module):
 
 
 def blocks_with_recompute(model: Any) -> Iterable[tuple[Callable[..., Tensor], bool]]:
-    """Return a pair (block, recompute) for each block. Checkpoint the block if `recompute`."""
+    """Return (block, recompute) for each block. MiniGPT.forward checkpoints it if `recompute`."""
     recompute = model.training and model.config.recompute == "full"
     return [(block, recompute) for block in model.blocks]
 
@@ -159,7 +159,7 @@ def embed(embedding: nn.Embedding, input_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def head_loss(x: Tensor, weight: Tensor, labels: Tensor, loss_chunks: int) -> Tensor:
     """Return the mean cross-entropy, in nats, of the logits x @ weight.T and the labels (B, T).
-    x (B, T, C), weight (V, C). Labels of -100 are ignored. `loss_chunks`: for memory/head.py."""
+    x (B, T, C), weight (V, C). Labels of -100 are ignored. (memory/head.py uses `loss_chunks`.)"""
     exact = torch.promote_types(x.dtype, torch.float32)
     return F.cross_entropy(F.linear(x, weight).flatten(0, 1).to(exact), labels.flatten())
 

@@ -62,12 +62,12 @@ class DDPProcess(TorchrunProcess):
 
     def wrap(self, model: MiniGPT) -> nn.Module:
         # Set zero gradients, which DDP replaces by views of its communication buckets. This saves 4
-        # bytes per parameter. Without the zeros, the first backward would allocate gradients.
+        # bytes per parameter: else the first backward would allocate gradients besides buckets.
         set_expanded_zero_grads(model)
         group = self.new_nccl_group()
         self.wrapper: Any = DDP(model, process_group=group, gradient_as_bucket_view=True)
-        # This hook runs when the model's forward ends. Just after that, DDP's own forward prepares
-        # DDP to send gradients.
+        # This hook runs when the model's forward ends (in evaluation `will_average` is False). Just
+        # after that, DDP's own forward prepares DDP to send gradients.
         model.register_forward_hook(lambda *_: setattr(self, "sends_gradients", self.will_average))
         if self.args.compress_gradients and self.world_size > 1:
             # (Without NCCL, DDP rejects `bf16_compress_hook` by its name, although the hook works
@@ -81,10 +81,10 @@ class DDPProcess(TorchrunProcess):
         return nullcontext() if enabled else self.wrapper.no_sync()
 
     def can_retry_alone(self) -> bool:
-        # This process can retry, with any policy, while the others wait for its gradients. But if
-        # `sends_gradients`, DDP sends gradients in backward, and no gradient can be sent
-        # twice. A retry is also impossible if memory ran out while DDP made its buckets. Then some
-        # gradients are in no bucket: they are still expanded zeros, which are not contiguous.
+        # While the others wait for its gradients, this process can retry, with any policy. A retry
+        # is impossible if `sends_gradients`: DDP sends each gradient once, during backward. A retry
+        # is also impossible if memory ran out while DDP made its buckets. Then some gradients are
+        # still the zeros of `set_expanded_zero_grads`, which are not contiguous and in no bucket.
         gradients = (p.grad for p in self.wrapper.parameters() if p.grad is not None)
         return not self.sends_gradients and all(g.is_contiguous() for g in gradients)
 
@@ -93,7 +93,7 @@ class DDPProcess(TorchrunProcess):
         # forward makes new buckets in that order. So drop the gradients here, which are views of
         # the old buckets and would keep them in memory. Later steps keep their buckets, and set the
         # gradients in them to zero.
-        self.will_average = self.sends_gradients = False  # so the hook sets False in evaluation
+        self.will_average = self.sends_gradients = False  # False for the hook in evaluation
         if self.buckets_are_final:
             self.discard_gradients(optimizer)
         else:
@@ -101,7 +101,7 @@ class DDPProcess(TorchrunProcess):
             self.buckets_are_final = True
 
     def all_reduce_max(self, values: list[int]) -> list[int]:
-        largest = torch.tensor(values)  # on the CPU: see Torchrun.init_process_group
+        largest = torch.tensor(values)  # on the CPU: see TorchrunProcess.init_process_group
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.tolist()
 

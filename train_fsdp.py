@@ -57,7 +57,8 @@ class FSDPProcess(DDPProcess):
     """
 
     script, default_checkpoint_path = "train_fsdp.py", "checkpoints/minigpt_fsdp.pt"
-    # A rehearsal of the first steps would not help, because `can_retry_alone` is always False.
+    # Running the first steps on trial, as `retry_on_out_of_memory` does with DDP, would not help:
+    # this process can never repeat a step alone (see `can_retry_alone`).
     gradients_persist = has_own_recompute_policy = rehearses_first_steps = False
 
     def __init__(self, args: argparse.Namespace):

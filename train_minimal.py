@@ -134,7 +134,7 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
 def derive_seed(seed: int, number: int) -> int:
     """Return a 63-bit seed made from two numbers.
 
-    The seed is a hash of both. Their sum would be the same seed for (1, 2) and (2, 1).
+    The seed is a hash of both. A sum would give the same seed for (1, 2) and (2, 1).
     """
     return int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0] >> 1)
 

@@ -55,10 +55,10 @@ class SPProcess(FSDPProcess):
 
     def init_process_group(self) -> None:
         check_sequence_parallel(self.args, self.world_size)  # each rank needs a token and a head
-        # Each GPU has two NCCL communicators: one gathers weights, the other exchanges tokens for
-        # attention. If two processes ran these operations in different orders, they could wait for
-        # each other forever. With this variable, NCCL (2.26 and later) runs the operations in the
-        # order of their calls, which is the same in all processes.
+        # Each GPU has two NCCL communicators: one gathers weights, the other runs the all-to-alls
+        # of attention. If two processes ran these operations in different orders, they could wait
+        # for each other forever. With this variable, NCCL (2.26 and later) runs the operations in
+        # the order of their calls, which is the same in all processes.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         super().init_process_group()
 

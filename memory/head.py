@@ -47,7 +47,7 @@ def parse_release(version: str) -> tuple[int, ...]:
 HAS_ADDMM_OUT_DTYPE = parse_release(torch.__version__) >= (2, 11) and torch.version.hip is None
 EmbedFn = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
 HeadLossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-TargetLogProbFn = Callable[[Tensor, Tensor, bool], Tensor]  # `target_log_prob_`, plain or compiled
+TargetLogProbFn = Callable[[Tensor, Tensor, bool], Tensor]  # `target_log_prob_`, eager or compiled
 
 
 def embed_tied(
@@ -76,8 +76,8 @@ class TiedEmbeddingFunction(torch.autograd.Function):
 
     So autograd sees one use of the weight. `backward` gets the head's gradient (V, C), which
     exists during all of backward, and the gradient of the vectors (B, T, C). It adds the vectors'
-    gradient to the head's gradient in place. Autograd alone would make another (V, C) tensor. With
-    GPT-2's vocabulary and `full` recompute, a step computes no other tensor as large as (V, C).
+    gradient to the head's gradient in place. Autograd alone would make another (V, C) tensor, and
+    with GPT-2's vocabulary and `full` recompute, a step computes no larger tensor than that.
 
     `row_by_row`: add the rows of the vectors' gradient one by one, as on a CPU.
     """

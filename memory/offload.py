@@ -1,7 +1,7 @@
 """Offload: store the tensors that blocks keep for backward in CPU memory, not on the GPU.
 
-With the policy `full`, each block keeps one tensor. DeepSpeed calls this cpu_checkpointing; Unsloth
-does it by default. Offload does not change any value: it copies bytes to CPU memory and back.
+With the policy `full`, each block keeps one tensor. DeepSpeed calls offload of this tensor
+cpu_checkpointing; Unsloth offloads it by default. Offload copies bytes, so it changes no value.
 
 On a GPU the copies run at the same time as the computation. Python only puts work into queues,
 called *streams*, and does not wait for the GPU. Each stream does its work in order. It waits for
@@ -39,7 +39,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 MIN_OFFLOAD_BYTES = 2**20  # bytes; a smaller tensor is not worth a copy and stays on the device
-MAX_COPIES_IN_FLIGHT = 2  # unfinished copies to the CPU that the compute stream does not wait for
+MAX_COPIES_IN_FLIGHT = 2  # the compute stream waits for each copy to the CPU except the 2 newest
 
 
 class PinnedPool:
@@ -117,7 +117,7 @@ class Offload:
     def __init__(self, pool: PinnedPool):
         self.pool = pool
         self.at_work: list[nn.Module] = []  # the blocks that run now
-        self.weights: set[ref[UntypedStorage]] | None = None  # storages of their weights
+        self.weights: set[ref[UntypedStorage]] | None = None  # storages of `at_work`'s weights
         # (tensor, event after its copy). This reference keeps the tensor's memory during the copy.
         self.in_flight: deque[tuple[Tensor, Any]] = deque()
         self.newest = OffloadedStorages()  # tickets of the block or group that ran last

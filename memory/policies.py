@@ -10,8 +10,8 @@ parts of a block that run in activation checkpoints. Two rules determine the cos
   of a linear layer needs only the layer's input. So if f ends in a linear layer, recomputation does
   not repeat its matmul. For example, `activation_checkpoint(lambda wide: c_proj(gelu(wide)), wide)`
   recomputes a GELU but no matmul.
-- Backward of dropout needs the dropout mask, which is drawn after the matmul before it. So if f
-  ends in a linear layer and dropout, recomputation repeats that layer's matmul. Therefore a
+- Backward of dropout needs the dropout mask. If f ends in a linear layer and dropout, the mask is
+  drawn after the layer's matmul. So recomputation repeats this matmul, too. Therefore a
   checkpoint around one half of a block (attention or MLP) ends before the dropout of that half, and
   `block.add_residuals` applies the dropout outside. A checkpoint around a whole block (`full`,
   `sdpa`), or around everything after attention (`qkv`), contains the last dropout. Then
@@ -26,8 +26,8 @@ autocast (the residual stream stays float32), with d_ff = 4 C:
 
 x is the block's input. x2 is x plus the result of the attention half. Each other tensor is the
 result of the layer with that name. With fused attention and without dropout, `none` keeps all these
-tensors: 36. (It also keeps the softmax's normaliser, 4 H / C, and the means and deviations of the
-LayerNorms, 16 / C.) `POLICIES` lists the tensors that each policy keeps.
+tensors: 36 units. (It also keeps the softmax's normaliser, 4 H / C, and the means and deviations
+of the LayerNorms, 16 / C.) `POLICIES` lists the tensors that each policy keeps.
 """
 
 import math
@@ -167,7 +167,7 @@ def make_checkpointed_mlp(block: Any, chunk_sizes: ChunkSizesFn) -> Callable[[Te
 
 
 def map_chunks(run: Callable[[Tensor], Tensor], x: Tensor, sizes: list[int]) -> Tensor:
-    """Apply `run` to chunks of x (B, T, C) along T; return the results as one (B, T, C).
+    """Apply `run` to chunks of x (B, T, C) along T; return the joined results, (B, T, C).
 
     `sizes`: number of tokens of each chunk.
     """
@@ -191,7 +191,7 @@ def sizes_of_chunks(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
 
 
 def recompute_attention(block: Any, x: Tensor) -> Tensor:
-    """Recompute the attention half. (--recompute-modules core_attn of Megatron-LM omits c_attn.)"""
+    """Recompute the attention half. (--recompute-modules core_attn of Megatron-LM keeps qkv.)"""
     has_dropout = block_has_dropout(block)
 
     def attention(before: Tensor) -> Tensor:
@@ -217,12 +217,12 @@ def keep_qkv_and_attention(block: Any, x: Tensor) -> Tensor:
     return activation_checkpoint(rest, x, attended, has_dropout=block_has_dropout(block))
 
 
-# A *selective checkpoint* around a whole block keeps x and the results of operators in a list, and
-# recomputation reuses the results. The lists must name overloads (.default). A linear layer with a
-# bias is addmm, not mm. Each kind of device has its own attention operators.
+# A *selective checkpoint* around a whole block keeps x and the results of the operators that a list
+# names. Recomputation reuses these results. The lists must name overloads (.default). A linear
+# layer with a bias is addmm, not mm. Each kind of device has its own attention operators.
 #
 # torch keeps the results in the checkpoint, not as saved tensors. So offload's hooks do not get the
-# results, and offload moves only x. (Compiled code saves the results as tensors, so they move.)
+# results, and offload moves only x. (Compiled code saves results as tensors: offload moves them.)
 ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -283,7 +283,7 @@ def with_same_rng_after_replay(attention: Callable[[Tensor], Tensor]) -> Callabl
 
 
 def checkpoint_to_matmul(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Checkpoint `run`, which ends in a linear layer. The operator after it may keep the result.
+    """Checkpoint `run`, which ends in a linear layer. The operator after `run` may save its result.
 
     Early stop leaves the layer out of recomputation. torch.compile has no early stop: it would drop
     the layer's result and repeat the matmul. So `contexts` tells it to keep results of matmuls.
@@ -313,34 +313,34 @@ class Policy(NamedTuple):
     # last matmul if the policy repeats c_fc and keeps no mask.
     recomputed_matmul_names: str
     description: str  # text for users: what is kept or done again
-    forward: Callable[..., Tensor] | None = None  # (block, x) -> x; None: the plain forward
+    forward: Callable[..., Tensor] | None = None  # (block, x) -> result; None: call block(x)
     by_operator: bool = False  # keeps attention's result only if attention is one fused operator
     supports_mlp_chunks: bool = False  # can recompute the MLP half in chunks (`mlp_chunks`)
 
 
 ATTENTION_TENSORS, MLP_TENSORS = "x ln_1 qkv attention c_proj mask", "x2 ln_2 c_fc gelu"
-POLICIES = {  # comments: kept bytes per block, in units of B * T * C; libraries with that policy
-    "none": Policy(f"{ATTENTION_TENSORS} {MLP_TENSORS}", "",  # 36
+POLICIES = {  # comments: kept bytes per block (BTC: B * T * C bytes); libraries with that policy
+    "none": Policy(f"{ATTENTION_TENSORS} {MLP_TENSORS}", "",  # 36 BTC
         "every intermediate is kept; the head runs in chunks of tokens"),
-    "cheap": Policy("x qkv attention c_proj mask x2 c_fc", "",  # 24
+    "cheap": Policy("x qkv attention c_proj mask x2 c_fc", "",  # 24 BTC
         "LayerNorms and GELU are done again in backward, no matrix product is", cheap),
-    "selective": Policy("x qkv attention c_fc results", "",  # 24; torchtune; dots_saveable in JAX
+    "selective": Policy("x qkv attention c_fc results", "",  # 24 BTC; torchtune; JAX dots_saveable
         "what matrix products and attention made is kept, the rest is done again",
         keep_results_of(ATTENTION_OPS + MATMUL_OPS), by_operator=True),
-    "mlp": Policy(f"{ATTENTION_TENSORS} x2", "c_fc",  # 18
+    "mlp": Policy(f"{ATTENTION_TENSORS} x2", "c_fc",  # 18 BTC
         "the MLP half of each block is done again in backward", recompute_mlp,
         supports_mlp_chunks=True),
-    "attn": Policy(f"x mask {MLP_TENSORS}", "c_attn attention",  # 26
+    "attn": Policy(f"x mask {MLP_TENSORS}", "c_attn attention",  # 26 BTC
         "the attention half of each block is done again in backward", recompute_attention),
-    "qkv": Policy("x qkv attention", "c_proj c_fc",  # 12
+    "qkv": Policy("x qkv attention", "c_proj c_fc",  # 12 BTC
         "LayerNorms, attention's output layer and the MLP half are done again in backward",
         keep_qkv_and_attention),
-    "sdpa": Policy("x attention", "c_attn c_proj c_fc",  # 6; axolotl. Attention is slow for long T,
-        "of each block only its input and attention's result are kept",  # so it is not repeated
+    "sdpa": Policy("x attention", "c_attn c_proj c_fc",  # 6 BTC; axolotl. Repeats no attention:
+        "of each block only its input and attention's result are kept",  # it is slow for long T
         keep_results_of(ATTENTION_OPS), by_operator=True, supports_mlp_chunks=True),
-    "full": Policy("x", "c_attn attention c_proj c_fc",  # 4; `checkpoint` in MiniGPT.forward
+    "full": Policy("x", "c_attn attention c_proj c_fc",  # 4 BTC
         "an activation checkpoint around each block: only its input is kept",
-        supports_mlp_chunks=True),
+        supports_mlp_chunks=True),  # MiniGPT.forward itself calls `checkpoint` for this policy
 }  # fmt: skip
 POLICY_NAMES = tuple(POLICIES)
 
@@ -446,7 +446,7 @@ CallAndCheckpointFlag = tuple[Callable[..., Tensor], bool]
 
 @cache  # return the same object again: torch.compile would compile again for a new object
 def make_policy_forward(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tensor] | None:
-    """Return the function for `block(x, policy=...)`, or None for the block's plain forward."""
+    """Return the function for `block(x, policy=...)`. None: call `block(x)` without a policy."""
     entry = POLICIES[policy]
     if not entry.supports_mlp_chunks or mlp_chunks == 1:
         return entry.forward
@@ -515,7 +515,7 @@ def run_group_as_one_block(
 
     With L blocks, `full` keeps L inputs. Nested groups keep L / K inputs in forward and K more in
     backward. The sum is least for K = sqrt(L) (Chen et al., 2016, arXiv 1604.06174). Nested groups
-    repeat (K - 1) / K of a forward more than `full`: a group runs again up to its last block.
+    repeat (K - 1) / K of a forward more than `full`: a group runs again without its last block.
     """
     for block in blocks:
         run = partial(block, policy=policy) if policy else block

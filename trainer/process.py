@@ -31,9 +31,11 @@ class OneProcess:
     rank, world_size = 0, 1
     gradients_persist = False  # gradients stay allocated after the update (the planner reads this)
     has_own_recompute_policy = True  # each process may have its own recompute policy
-    # True if gradients are sent during backward. Then backward cannot be repeated, so the first
-    # steps are rehearsed: see `retry_on_out_of_memory`. (With shards this is False: even forward
-    # cannot be repeated, so a rehearsal would not help.)
+    # True with DDP, which sends gradients during backward. So a backward that runs out of memory
+    # cannot be repeated. Therefore each of the first steps begins with a trial, which sends no
+    # gradients and can be repeated (see `retry_on_out_of_memory`). False with one process, which
+    # sends nothing, and with FSDP: its forward exchanges weights, so even a trial could not be
+    # repeated, and would not help.
     rehearses_first_steps = False
     local_world_size = 1  # number of processes on this machine
     # Number of processes that share weights, gradients and moments (the planner reads this, too).

@@ -78,8 +78,8 @@ class TorchrunProcess(OneProcess):
             return None
         store = dist.TCPStore(self.address, self.port, is_master=False, timeout=self.timeout)
         # If the torchrun of this process is dead, the port and the store may belong to a later
-        # torchrun. So end this process if its torchrun is dead. (On the first machine, a torchrun
-        # that lives still has its port, so the store cannot belong to a later torchrun.)
+        # torchrun. So end this process if its torchrun is dead. (On the first machine this check is
+        # enough: a living torchrun keeps its port, so no later torchrun can have the port.)
         end_with_torchrun()
         return store
 
