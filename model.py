@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 # KV cache: Attention module -> (keys, values), each (B, H, tokens so far, D). None: no cache.
 KVCache = dict[nn.Module, tuple[Tensor, Tensor]] | None
-# The package memory/, or None if missing. (`hasattr` below excludes other packages named memory.)
+# The package memory/, or None if missing. (`hasattr` below finds out if it is another package.)
 MEMORY_PACKAGE: Any = importlib.util.find_spec("memory") and importlib.import_module("memory")
 
 
@@ -44,15 +44,15 @@ class MiniGPTConfig:
     dropout: float = 0.1
     # Memory settings. `recompute` changes no bit of a result. Chunks change only the rounding.
     recompute: str = "none"  # "full": checkpoint each block. Other policies: memory/policies.py
-    # Number of chunks into which the tokens are split. 0: memory/ chooses the number.
-    loss_chunks: int = 0  # for the head and the loss. Without memory/, 0 means one chunk
-    mlp_chunks: int = 1  # for a block's LayerNorm ln_2 and MLP, if backward recomputes them
+    # Number of chunks of tokens. 0: memory/ chooses the number (without memory/: one chunk).
+    loss_chunks: int = 0  # chunks of the head and of the loss
+    mlp_chunks: int = 1  # chunks of ln_2 and the MLP, in blocks whose MLP backward recomputes
 
     def __post_init__(self) -> None:
         shape = "vocab_size max_position_embeddings n_layers n_heads d_model d_ff".split()
-        for name in [*shape, "loss_chunks", "mlp_chunks"]:
-            if getattr(self, name) < (least := int(name in shape)):
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        for name, minimum in {**dict.fromkeys(shape, 1), "loss_chunks": 0, "mlp_chunks": 0}.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} must be at least {minimum}, not {getattr(self, name)}")
         C, H = self.d_model, self.n_heads
         if C % H:
             raise ValueError(f"d_model ({C}) must be divisible by n_heads ({H})")
@@ -61,7 +61,7 @@ class MiniGPTConfig:
         if self.recompute not in ("none", "full") or self.loss_chunks > 1 or self.mlp_chunks != 1:
             if not hasattr(MEMORY_PACKAGE, "normalized_recompute"):
                 raise ImportError(f"this needs the folder memory/ beside model.py: {self}")
-            # Store the shortest text that means the same: with 12 blocks "mlp", not "mlp:12,cheap".
+            # Store the shortest text that means the same: "mlp:12,cheap" of 12 blocks is "mlp".
             object.__setattr__(self, "recompute", MEMORY_PACKAGE.normalized_recompute(self))
 
 
@@ -159,7 +159,7 @@ def embed(embedding: nn.Embedding, input_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def head_loss(x: Tensor, weight: Tensor, labels: Tensor, loss_chunks: int) -> Tensor:
     """Return the mean cross-entropy, in nats, of the logits x @ weight.T and the labels (B, T).
-    x (B, T, C), weight (V, C). Labels of -100 are ignored. (memory/head.py uses `loss_chunks`.)"""
+    x (B, T, C), weight (V, C). Labels of -100 are ignored. `loss_chunks`: for memory/head.py."""
     exact = torch.promote_types(x.dtype, torch.float32)
     return F.cross_entropy(F.linear(x, weight).flatten(0, 1).to(exact), labels.flatten())
 
@@ -199,7 +199,7 @@ class MiniGPT(nn.Module):
         start: int = 0,
     ) -> Tensor:
         T, limit = input_ids.size(1), self.config.max_position_embeddings
-        if kv_cache:
+        if kv_cache:  # it is filled: the new token comes after its tokens
             start = next(iter(kv_cache.values()))[0].size(2)
         if kv_cache is not None and (self.training or kv_cache and T > 1):
             raise ValueError("a KV cache is for eval(); once it is filled, pass one token a call")

@@ -24,7 +24,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` omits this folder
-import trainer.bootstrap  # noqa: F401  # sets signal handlers, and variables that torch reads
+import trainer.bootstrap  # noqa: F401  # sets signal handlers and environment variables
 
 # isort: split
 import gc
@@ -53,8 +53,8 @@ class DDPProcess(TorchrunProcess):
 
     script, default_checkpoint_path = "train_ddp.py", "checkpoints/minigpt_ddp.pt"
     gradients_persist = True  # gradients are in DDP's communication buckets, which stay allocated
-    buckets_are_final = False  # DDP makes new buckets once, after the first step
-    rehearses_first_steps = True
+    buckets_are_final = False  # True from the second step on: DDP makes its buckets anew once
+    rehearses_first_steps = True  # see OneProcess
     # `will_average`: backward of this micro-batch will average gradients over all processes.
     # `sends_gradients`: the forward of such a micro-batch has ended. From then on, DDP sends the
     # gradients while backward computes them.
@@ -95,7 +95,7 @@ class DDPProcess(TorchrunProcess):
         # gradients in them to zero.
         self.will_average = self.sends_gradients = False  # False for the hook in evaluation
         if self.buckets_are_final:
-            self.discard_gradients(optimizer)
+            self.free_or_zero_gradients(optimizer)
         else:
             set_expanded_zero_grads(self.wrapper)
             self.buckets_are_final = True

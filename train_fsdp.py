@@ -15,7 +15,8 @@ To run a block, a process needs the whole weights of this block. So an all-gathe
 before the block runs, and they are freed after the block has run. Backward gathers them once more.
 Then a reduce-scatter sums the block's gradients over all processes, and gives each process the rows
 that it keeps. The price is communication: a block's weights are sent twice in each micro-batch.
-(DDP does not send weights.) Gradients are sent once per step, as with DDP.
+(DDP does not send weights.) Gradients are sent once per step, as with DDP. Until then, a process
+has whole gradients if --grad-accum-steps is above 1.
 
 Everything else is as in train_ddp.py: the same data in the same order, and the same results. With
 two processes the results are equal to the bit (docs/reliability.md). With more processes they are
@@ -26,7 +27,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` omits this folder
-import trainer.bootstrap  # noqa: F401  # sets signal handlers, and variables that torch reads
+import trainer.bootstrap  # noqa: F401  # sets signal handlers and environment variables
 
 # isort: split
 import argparse
@@ -57,6 +58,7 @@ class FSDPProcess(DDPProcess):
     """
 
     script, default_checkpoint_path = "train_fsdp.py", "checkpoints/minigpt_fsdp.pt"
+    # Gradients are freed after the update, and all processes need the same recompute policy.
     # Running the first steps on trial, as `retry_on_out_of_memory` does with DDP, would not help:
     # this process can never repeat a step alone (see `can_retry_alone`).
     gradients_persist = has_own_recompute_policy = rehearses_first_steps = False
@@ -79,7 +81,7 @@ class FSDPProcess(DDPProcess):
         #   backward ends, because the lookup and the head both use the token embedding.
         # With --gather-dtype bfloat16, the weights of a block's linear layers are rounded before
         # they are sent. (Autocast would round them anyway.) LayerNorms compute in float32, so with
-        # this flag the LayerNorms of all blocks are in the last group.
+        # this flag the LayerNorms of all blocks belong to the rest.
         self.group = cast(dist.ProcessGroup, self.new_nccl_group() or dist.group.WORLD)
         mesh = DeviceMesh.from_group(self.group, self.device.type)
         in_bfloat16 = self.args.gather_dtype == "bfloat16"
@@ -89,6 +91,7 @@ class FSDPProcess(DDPProcess):
         policy = bfloat16_policy if in_bfloat16 else MixedPrecisionPolicy()
         in_tables = nn.ModuleList(find_position_embeddings(model)).parameters()
         gathered_apart = {*in_tables, *block_group_params(model.blocks, in_bfloat16)}
+        # Shard the model first: it would skip blocks that are sharded, and thus their LayerNorms.
         fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=gathered_apart)
         for table in find_position_embeddings(model):
             fully_shard(table, mesh=mesh).set_unshard_in_backward(False)
@@ -99,16 +102,16 @@ class FSDPProcess(DDPProcess):
                 mp_policy=policy,
                 ignored_params={*block.parameters()} - gathered_apart,
             )
-        # gloo computed SUM instead of AVG (pytorch#162338). So FSDP asks for SUM and divides by N.
+        # gloo may compute SUM instead of AVG (pytorch#162338). So FSDP sums and divides by N.
         for module in (model, *find_position_embeddings(model), *model.blocks):
             cast(FSDPModule, module).set_force_sum_reduction_for_comms(True)
         # Allocate memory only now, when the model is sharded: no process ever has the whole model.
         super().allocate_parameters(model)
 
     def shard_like(self, whole: Tensor, like: Tensor) -> Tensor:
-        mesh, rows = cast(DTensor, like).device_mesh, cast(DTensor, like).placements
+        mesh, placements = cast(DTensor, like).device_mesh, cast(DTensor, like).placements
         # (src_data_rank=None: every process has the whole tensor, so no process has to send parts.)
-        return distribute_tensor(whole.to(self.device), mesh, rows, src_data_rank=None)
+        return distribute_tensor(whole.to(self.device), mesh, placements, src_data_rank=None)
 
     def wrap(self, model: MiniGPT) -> nn.Module:
         self.wrapper = model  # the model itself: FSDP only adds hooks to its modules

@@ -29,7 +29,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` omits this folder
-import trainer.bootstrap  # noqa: F401  # sets signal handlers, and variables that torch reads
+import trainer.bootstrap  # noqa: F401  # sets signal handlers and environment variables
 
 # isort: split
 import argparse
@@ -76,13 +76,14 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     """Run step number `run.step`: forward and backward over its micro-batches, then one update.
 
     Returns the losses of this process's micro-batches, (A,) with A = --grad-accum-steps, and the
-    norm of the gradients before clipping, (). Both tensors are on the device, so Python does not
-    wait for the device. (On MPS Python has to read the norm, so the norm is on the CPU.)
-    Raises the errors of `retry_on_out_of_memory`.
+    norm of the gradients before clipping, a scalar. Both tensors stay on the device, so Python does
+    not wait for it. (Only on MPS Python has to read the norm, so there the norm is on the CPU.)
+    Raises MemoryError if memory runs out with all policies (see `retry_on_out_of_memory`).
     """
     args, process, clock = run.args, run.process, run.clock
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(run.step, args)
+    # If memory runs out, this frees the gradients made so far, and tries again with less memory.
     losses = retry_on_out_of_memory(run, accumulate)
 
     clock.begin_phase("optimizer")
@@ -91,7 +92,8 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     # One NaN among the gradients makes their norm NaN. Clipping divides all gradients by the norm,
     # so an update would make all weights NaN. Skip the update if the norm is NaN or infinite. All
     # processes have the same norm, so all of them skip the update, or none of them does. (The
-    # device decides whether to skip, so Python does not wait for the device.)
+    # device decides whether to skip, so Python does not wait for the device.) This replaces
+    # `scaler.step`, which looks at the gradients and not at their norm.
     grad_norm = update_if_finite(run.optimizer, grad_norm)
     run.scaler.update()  # with float16 only: halve the loss scale after an overflow
     process.clear_gradients(run.optimizer)
@@ -110,7 +112,8 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
         clock.begin_phase("data")
         # Every micro-batch of every process has its own id. The data and the dropout masks of a
         # micro-batch are functions of (seed, id). So a snapshot needs no random state, and two
-        # processes compute the same as one process with twice the micro-batches per step.
+        # processes compute the same as one process with twice the micro-batches per step. Processes
+        # that share each sequence (train_sp.py) read the same batch.
         micro_batch_id = (run.step - 1) * args.grad_accum_steps + micro_batch
         micro_batch_id = micro_batch_id * process.world_size + process.rank
         torch.manual_seed(derive_seed(args.seed, micro_batch_id))
@@ -125,7 +128,7 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
             clock.begin_phase("backward")
             # backward adds its gradients to those in `.grad`. Each loss is divided by the number of
             # micro-batches, so the summed gradients are those of the mean loss. (The scaler changes
-            # the loss only with float16.)
+            # the loss only with float16.) An infinite loss gets NaN gradients: no update follows.
             loss = nan_grads_if_infinite(loss) / args.grad_accum_steps
             run.scaler.scale(loss).backward()
     return losses

@@ -11,8 +11,9 @@ With train_ddp.py and train_fsdp.py each process has its own sequences. More pro
 larger batch, but not a longer sequence. Here all N processes compute each sequence together
 (sequence parallelism). Each process has 1/N of the tokens, and in attention 1/N of the heads
 (memory/sequence.py). So each process keeps 1/N of the activations, and sequences can be N times as
-long. (The time of attention grows with the square of the length.) The model is sharded over the
-same processes, as in train_fsdp.py.
+long. (The time of attention grows with the square of the length.) The price: all processes exchange
+tensors twice in each attention, and twice in its backward. The model is sharded as in
+train_fsdp.py.
 
 A step minimizes the mean loss over all tokens, as with one process. Without dropout the results are
 the same up to rounding. With dropout they differ, because each process draws its own masks.
@@ -22,7 +23,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` omits this folder
-import trainer.bootstrap  # noqa: F401  # sets signal handlers, and variables that torch reads
+import trainer.bootstrap  # noqa: F401  # sets signal handlers and environment variables
 
 # isort: split
 import argparse
@@ -106,7 +107,7 @@ class SPProcess(FSDPProcess):
         # `start` is the position of this rank's first token. (If you add rotary positions in
         # `attend`, count positions from 0: attention always computes whole sequences.)
         loss = forward(ids[:, my_tokens], labels[:, my_tokens], start=my_tokens.start)
-        # `loss` is the mean over this rank's labels. The mean of all ranks' means would be wrong,
+        # `loss` is the mean of this rank's labels (NaN if it has none). Weight it by their number,
         # because some ranks have more labels than others.
         n_mine, n_all = has_label[:, my_tokens].sum(), has_label.sum()
         share = loss.where(n_mine > 0, 0.0) * n_mine / n_all

@@ -134,7 +134,7 @@ class OneProcess:
         """Free the gradients after the update, so that the next forward can use their memory."""
         optimizer.zero_grad()
 
-    def discard_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def free_or_zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the gradients of a step that will be repeated.
 
         If `gradients_persist`, set them to zero instead.

@@ -163,7 +163,7 @@ def retry_on_out_of_memory(run: Run, accumulate: Callable[..., list[Tensor]]) ->
         return accumulate(run)
     if run.process.rehearses_first_steps and run.clock.steps < N_REHEARSAL_STEPS:
         retry_until_it_fits(run, lambda run: accumulate(run, average=False))
-        run.process.discard_gradients(run.optimizer)
+        run.process.free_or_zero_gradients(run.optimizer)
     return retry_until_it_fits(run, accumulate)
 
 
@@ -194,7 +194,7 @@ def free_and_switch_policy(run: Run, message: str) -> None:
     """
     process, device, policy = run.process, run.process.device, run.model.config.recompute
     run.clock.discard_step()
-    process.discard_gradients(run.optimizer)
+    process.free_or_zero_gradients(run.optimizer)
     # A backward that failed leaves tasks in autograd's queue, and the tasks keep the graph alive
     # (pytorch#82218). The next backward clears the queue. So run a tiny backward here.
     torch.zeros((), device=device, requires_grad=True).backward()

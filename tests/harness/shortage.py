@@ -122,7 +122,7 @@ def strike(place: str, run: Run) -> Callable[[], None]:
         for _ in range(2):  # (count the second attempt: the first may make buckets)
             _, operators = attempt(None, average=False)
         at = draw.randint(1, operators)
-        run.process.discard_gradients(run.optimizer)
+        run.process.free_or_zero_gradients(run.optimizer)
 
     def accumulate(run: Run, average: bool = True) -> list[torch.Tensor]:
         if left and average != (place in ("rehearsed", "buckets")):
