@@ -11,9 +11,8 @@ With train_ddp.py and train_fsdp.py each process has its own sequences. More pro
 larger batch, but not a longer sequence. Here all N processes compute each sequence together
 (sequence parallelism). Each process has 1/N of the tokens, and in attention 1/N of the heads
 (memory/sequence.py). So each process keeps 1/N of the activations, and sequences can be N times as
-long. (The time of attention grows with the square of the length.) The price: all processes exchange
-tensors twice in each attention, and twice in its backward. The model is sharded as in
-train_fsdp.py.
+long. (Attention's time grows with the length squared.) The price: tensors are exchanged twice in
+each attention, and twice in its backward. The model is sharded as in train_fsdp.py.
 
 A step minimizes the mean loss over all tokens, as with one process. Without dropout the results are
 the same up to rounding. With dropout they differ, because each process draws its own masks.
