@@ -75,7 +75,7 @@ class TokenFile:
     def from_path(cls, path: Path) -> "TokenFile":
         """Return the token file at `path`: a .npy file, a .bin file of llm.c (which has a header),
         or a .bin file of nanoGPT (which has none). Raises DataError."""
-        token_file = cls._open_npy(path) if suffix_of(path) == ".npy" else cls._open_bin(path)
+        token_file = cls._from_npy(path) if suffix_of(path) == ".npy" else cls._from_bin(path)
         size = path.stat().st_size
         if size != token_file.offset + token_file.count * token_file.dtype.itemsize:
             raise DataError(
@@ -85,7 +85,7 @@ class TokenFile:
         return token_file
 
     @classmethod
-    def _open_bin(cls, path: Path) -> "TokenFile":
+    def _from_bin(cls, path: Path) -> "TokenFile":
         size, header = path.stat().st_size, np.fromfile(path, "<u4", 3).tolist()
         dtype = LLMC_FORMATS.get(tuple(header[:2]))
         if dtype is not None and len(header) == 3:
@@ -95,7 +95,7 @@ class TokenFile:
         return cls(path, np.dtype("uint16"), 0, size // 2)
 
     @classmethod
-    def _open_npy(cls, path: Path) -> "TokenFile":
+    def _from_npy(cls, path: Path) -> "TokenFile":
         with errors_as_data_errors(path, ".npy file"):
             array = np.lib.format.open_memmap(path, mode="r")
         if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
@@ -106,10 +106,10 @@ class TokenFile:
         return cls(path, array.dtype, array.offset, array.shape[0])
 
 
-Files = Sequence[TokenFile]
+TokenFiles = Sequence[TokenFile]
 
 
-def slice_token_files(files: Files, start: int, stop: int) -> list[TokenFile]:
+def slice_token_files(files: TokenFiles, start: int, stop: int) -> list[TokenFile]:
     """Return the parts of the files that contain tokens [start, stop). Tokens are counted through
     all files, one file after the other. Empty parts are left out."""
     firsts = accumulate((file.count for file in files), initial=0)
@@ -120,7 +120,7 @@ def slice_token_files(files: Files, start: int, stop: int) -> list[TokenFile]:
     return [part for part in parts if part.count]
 
 
-def hash_ids(files: Files, tokenizer: Tokenizer) -> str:
+def hash_ids(files: TokenFiles, tokenizer: Tokenizer) -> str:
     """Return the SHA-256 (hex) of all ids, and of the dtype and the length of each file. Raises
     DataError for an id outside the vocabulary of `tokenizer`."""
     digest = hashlib.sha256()
@@ -147,7 +147,7 @@ class Windows:
     the second file, and so on."""
 
     def __init__(
-        self, files: Files, batch_size: int, seq_len: int, device: torch.device, split: str
+        self, files: TokenFiles, batch_size: int, seq_len: int, device: torch.device, split: str
     ) -> None:
         """Number the windows. Raises DataError if no file has seq_len + 1 tokens."""
         check_length(max((file.count for file in files), default=0), seq_len, split)
@@ -189,7 +189,7 @@ class TrainBatches(Windows):
     """Batches for training, without end. Each epoch has every window once, in a random order."""
 
     def __init__(
-        self, files: Files, batch_size: int, seq_len: int, seed: int, device: torch.device
+        self, files: TokenFiles, batch_size: int, seq_len: int, seed: int, device: torch.device
     ) -> None:
         """Number the windows. Raises DataError if no file has seq_len + 1 tokens."""
         super().__init__(files, batch_size, seq_len, device, "train")
@@ -219,7 +219,12 @@ class ValBatches(Windows):
     """
 
     def __init__(
-        self, files: Files, batch_size: int, seq_len: int, max_tokens: int, device: torch.device
+        self,
+        files: TokenFiles,
+        batch_size: int,
+        seq_len: int,
+        max_tokens: int,
+        device: torch.device,
     ) -> None:
         """Choose the windows. `max_tokens`: limit for the input tokens of all windows; 0: no limit.
         At least one window is chosen. Raises DataError if no file has seq_len + 1 tokens."""

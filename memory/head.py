@@ -45,13 +45,13 @@ def parse_release(version: str) -> tuple[int, ...]:
 # True if torch.addmm can add a low-precision matmul to a float32 matrix (`out_dtype`). This needs
 # torch 2.11 (pytorch#167931), and does not work on AMD's GPUs.
 HAS_ADDMM_OUT_DTYPE = parse_release(torch.__version__) >= (2, 11) and torch.version.hip is None
-EmbedFn = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
+EmbedAndWeightFn = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
 HeadLossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 TargetLogProbFn = Callable[[Tensor, Tensor, bool], Tensor]  # `target_log_prob_`, eager or compiled
 
 
 def embed_tied(
-    embedding: nn.Embedding, ids: Tensor, plain: EmbedFn, row_by_row: bool | None = None
+    embedding: nn.Embedding, ids: Tensor, plain: EmbedAndWeightFn, row_by_row: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """Look up ids (B, T) int64: return their vectors (B, T, C), and the weight (V, C) for the head.
 

@@ -253,7 +253,7 @@ def keep_results_of(operators: list) -> Callable[..., Tensor]:
         has_dropout, attention = block_has_dropout(block), block.attention
         # (Compiled code does not need this: there each random operator has its own RNG state.)
         if has_dropout and not torch.compiler.is_compiling():
-            attention = with_same_rng_after_replay(block.attention)
+            attention = with_same_rng_after_attention(block.attention)
         feed_forward = (
             make_checkpointed_mlp(block, chunk_sizes) if chunk_sizes else block.feed_forward
         )
@@ -265,7 +265,9 @@ def keep_results_of(operators: list) -> Callable[..., Tensor]:
     return run
 
 
-def with_same_rng_after_replay(attention: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def with_same_rng_after_attention(
+    attention: Callable[[Tensor], Tensor],
+) -> Callable[[Tensor], Tensor]:
     """Wrap a block's attention half, (B, T, C) -> (B, T, C): save the RNG's state after attention.
 
     Recomputation restores that state. On a GPU, attention draws its mask inside one operator. If
@@ -314,7 +316,9 @@ class Policy(NamedTuple):
     recomputed_matmul_names: str
     description: str  # text for users: what is kept or done again
     forward: Callable[..., Tensor] | None = None  # (block, x) -> result; None: call block(x)
-    by_operator: bool = False  # keeps attention's result only if attention is one fused operator
+    needs_fused_attention: bool = (
+        False  # keeps attention's result only if attention is one fused operator
+    )
     supports_mlp_chunks: bool = False  # can recompute the MLP half in chunks (`mlp_chunks`)
 
 
@@ -326,7 +330,7 @@ POLICIES = {  # comments: kept bytes per block (BTC: B * T * C bytes); libraries
         "LayerNorms and GELU are done again in backward, no matrix product is", cheap),
     "selective": Policy("x qkv attention c_fc results", "",  # 24 BTC; torchtune; JAX dots_saveable
         "what matrix products and attention made is kept, the rest is done again",
-        keep_results_of(ATTENTION_OPS + MATMUL_OPS), by_operator=True),
+        keep_results_of(ATTENTION_OPS + MATMUL_OPS), needs_fused_attention=True),
     "mlp": Policy(f"{ATTENTION_TENSORS} x2", "c_fc",  # 18 BTC
         "the MLP half of each block is done again in backward", recompute_mlp,
         supports_mlp_chunks=True),
@@ -337,7 +341,7 @@ POLICIES = {  # comments: kept bytes per block (BTC: B * T * C bytes); libraries
         keep_qkv_and_attention),
     "sdpa": Policy("x attention", "c_attn c_proj c_fc",  # 6 BTC; axolotl. Repeats no attention:
         "of each block only its input and attention's result are kept",  # it is slow for long T
-        keep_results_of(ATTENTION_OPS), by_operator=True, supports_mlp_chunks=True),
+        keep_results_of(ATTENTION_OPS), needs_fused_attention=True, supports_mlp_chunks=True),
     "full": Policy("x", "c_attn attention c_proj c_fc",  # 4 BTC
         "an activation checkpoint around each block: only its input is kept",
         supports_mlp_chunks=True),  # MiniGPT.forward itself calls `checkpoint` for this policy
@@ -445,7 +449,7 @@ CallAndCheckpointFlag = tuple[Callable[..., Tensor], bool]
 
 
 @cache  # return the same object again: torch.compile would compile again for a new object
-def make_policy_forward(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tensor] | None:
+def make_policy_function(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tensor] | None:
     """Return the function for `block(x, policy=...)`. None: call `block(x)` without a policy."""
     entry = POLICIES[policy]
     if not entry.supports_mlp_chunks or mlp_chunks == 1:
@@ -487,7 +491,7 @@ class BlockCallsByPolicy:
             for i, (policy, size) in enumerate(plan.group_policies_and_sizes):
                 group, is_full = list(islice(blocks, size)), policy == "full"
                 run = group[0] if size == 1 else partial(run_group_as_one_block, group, plan.nested)
-                if policy_function := make_policy_forward(policy, config.d_ff, config.mlp_chunks):
+                if policy_function := make_policy_function(policy, config.d_ff, config.mlp_chunks):
                     run = partial(run, policy=policy_function)
                 # Checkpoint here, not in MiniGPT.forward: for the RNG (see `__call__`), or because
                 # offload's hooks get a checkpoint's input only if they are around the checkpoint.

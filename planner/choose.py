@@ -102,7 +102,7 @@ def uniform_policies(planner: Planner) -> list[str]:
     """
     left_out = {"full/2"} if planner.shard_degree > 1 else set()
     if planner.device_type == "mps":
-        left_out |= {name for name, policy in POLICIES.items() if policy.by_operator}
+        left_out |= {name for name, policy in POLICIES.items() if policy.needs_fused_attention}
     return [policy for policy in UNIFORM_POLICIES if policy not in left_out]
 
 

@@ -81,8 +81,8 @@ class Op(NamedTuple):
     name: str
     phase_mark: PhaseMark
     call_site: CallSite = UNKNOWN_SITE
-    inputs: tuple[tuple[str, Storage], ...] = ()  # (argument's name, storage)
-    new_outputs: tuple[tuple[int, Storage], ...] = ()  # (index of the result, new storage)
+    named_inputs: tuple[tuple[str, Storage], ...] = ()  # (argument's name, storage)
+    indexed_new_outputs: tuple[tuple[int, Storage], ...] = ()  # (index of the result, new storage)
     bytes: int = 0  # number of bytes that it reads and writes
     flops: float = 0  # FLOPs of its matrix products, 2 per multiply-add
     precision_index: int = 0  # dtype of its matrix products, as an index into MATMUL_DTYPES

@@ -45,7 +45,7 @@ BACKWARD_RESULT_NAMES_BY_OP = {
     "add": ("sum of gradients",),
 }
 # (text in a line of MiniGPT.forward or memory/head.py, operator) -> name of the operator's result
-RESULT_NAMES_BY_CODE_AND_OP = {
+RESULT_NAME_BY_LINE_PART_AND_OP = {
     ("position_embedding(", "add"): "x, the sum of both embeddings",
     ("buffer = ", "new_empty"): "logits of a chunk, then their gradient",
     ("copy = ", "new_zeros"): "low-precision copy of the weight, padded",
@@ -115,9 +115,9 @@ def build_step_record(log: OpRecorder, step: StepMemory) -> StepRecord:
     gradients: set[Storage] = set()  # made by operators of backward
     times = Counter[tuple[str, PhaseMark]]()  # uses of a name in one run of a block
     for op in log.ops:
-        for argument, storage in op.inputs:
+        for argument, storage in op.named_inputs:
             reads[storage].append((op, argument))
-        for i, storage in op.new_outputs:
+        for i, storage in op.indexed_new_outputs:
             if op.call_site.is_backward:
                 gradients.add(storage)
             if not storage.name:
@@ -151,7 +151,7 @@ def is_replay(op: Op) -> bool:
     return op.phase_mark[1] == "backward" and not op.call_site.is_backward
 
 
-def group_key(storage: Storage) -> tuple[str, str]:
+def group_name_and_kind(storage: Storage) -> tuple[str, str]:
     """Return (name, kind) of the group to which a storage belongs.
 
     The same tensor of all blocks is one group. All weights are one group, all gradients are one
@@ -170,7 +170,7 @@ def name_of_result(op: Op, i: int, dtype: torch.dtype) -> str:
     `dtype`: dtype of this result.
     """
     name, (module, line, is_backward) = op.name, op.call_site
-    inputs = [storage.name for _, storage in op.inputs]
+    inputs = [storage.name for _, storage in op.named_inputs]
     if name in RESULT_NAME_TEMPLATE_BY_OP and inputs:
         return RESULT_NAME_TEMPLATE_BY_OP[name].format(
             dtype=str(dtype).removeprefix("torch."), read=inputs[0]
@@ -190,19 +190,19 @@ def name_of_result(op: Op, i: int, dtype: torch.dtype) -> str:
         result = "gradient of position_embedding's rows"
     elif not is_backward and not results:
         of_block = f"x + {half[1]}" if half and name == "add" else name
-        result = name_from_code(name, code) if module in ("", "head") else of_block
+        result = result_name_from_line(name, code) if module in ("", "head") else of_block
     return f"{module}: {result}".removeprefix(": ")
 
 
-def name_from_code(operator: str, code: str) -> str:
+def result_name_from_line(operator: str, code: str) -> str:
     """Return the name of the tensor that `operator` makes in a line of code.
 
-    The name is the entry of RESULT_NAMES_BY_CODE_AND_OP if there is one, else the variable that the
-    line sets, else the name of the operator.
+    The name is the entry of RESULT_NAME_BY_LINE_PART_AND_OP if there is one, else the variable that
+    the line sets, else the name of the operator.
     """
     names = [
         name
-        for (part, by), name in RESULT_NAMES_BY_CODE_AND_OP.items()
+        for (part, by), name in RESULT_NAME_BY_LINE_PART_AND_OP.items()
         if by == operator and part in code
     ]
     variable = re.match(r"(\w+) = ", code)

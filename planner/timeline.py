@@ -70,7 +70,7 @@ class Segment:
     phase_marks: list[PhaseMark]  # (first operator, counted from the segment's start; phase; block)
     # (operators, 2, kinds) int64: bytes that each operator allocates; bytes freed right after it.
     allocated_and_freed_by_kind: np.ndarray
-    work_by_op: np.recarray  # of OP_WORK_DTYPE; `at` is counted from the segment's start
+    flops_and_bytes_by_op: np.recarray  # of OP_WORK_DTYPE; `at` is counted from the segment's start
     kept_bytes: int  # bytes that the segment keeps for backward
     offloaded_sizes: list[int]  # bytes of each tensor that offload copies out
 
@@ -90,7 +90,12 @@ class Segment:
 def segment_seconds(segment: Segment, card: Card) -> float:
     """Return the estimated seconds of a segment on a card."""
     # Do not use `@`: BLAS adds in an order that depends on the CPU, and the order changes rounding.
-    return float((seconds_of_each_op(segment.work_by_op, card) * segment.work_by_op.times).sum())
+    return float(
+        (
+            seconds_of_each_op(segment.flops_and_bytes_by_op, card)
+            * segment.flops_and_bytes_by_op.times
+        ).sum()
+    )
 
 
 def bytes_by_op_and_kind(segments: Iterable[Segment]) -> np.ndarray:
@@ -135,7 +140,7 @@ def split_into_segments(log: OpRecorder, calls: Iterable[int] = ()) -> list[Segm
         Segment(
             phase_marks=[(at - begin, phase, block) for at, phase, block in places],
             allocated_and_freed_by_kind=changes[begin:end],
-            work_by_op=op_work_table(log.ops[begin:end]),
+            flops_and_bytes_by_op=op_work_table(log.ops[begin:end]),
             kept_bytes=int(kept[begin:end].sum()),
             offloaded_sizes=[size for size, place in log.offloaded_tensors if place in places],
         )
@@ -182,14 +187,14 @@ class StepMemory:
         return list(accumulate(sizes, initial=0))
 
     @property
-    def work_by_op(self) -> np.recarray:
+    def flops_and_bytes_by_op(self) -> np.recarray:
         """Array of OP_WORK_DTYPE with one row for each operator that reads or writes bytes."""
         work = np.concatenate(
-            [segment.work_by_op for segment, _ in self.segments_and_block_shifts]
+            [segment.flops_and_bytes_by_op for segment, _ in self.segments_and_block_shifts]
         ).view(np.recarray)
         work.at += np.repeat(
             self.segment_starts[:-1],
-            [len(segment.work_by_op) for segment, _ in self.segments_and_block_shifts],
+            [len(segment.flops_and_bytes_by_op) for segment, _ in self.segments_and_block_shifts],
         )
         return work
 

@@ -44,7 +44,7 @@ from planner import Card, StepMemory
 from planner.choose import pareto_frontier, simulate_policies_fastest_first
 from planner.formulas import flops_per_token
 from planner.op_recorder import Storage
-from planner.record import StepRecord, group_key, read_source_line
+from planner.record import StepRecord, group_name_and_kind, read_source_line
 from planner.roofline import seconds_of_each_op
 from planner.timeline import phase_intervals
 from scripts import cli_main
@@ -100,7 +100,7 @@ class Labels:
         )
         shape = " x ".join(f"{n:,}" for n in storage.shape) or "one number"
         dtype, line = str(storage.dtype).removeprefix("torch."), self.lines[storage.line]
-        kind, (group, _) = [*COLORS].index(storage.kind), group_key(storage)
+        kind, (group, _) = [*COLORS].index(storage.kind), group_name_and_kind(storage)
         label = *texts, kind, shape, dtype, storage.nbytes, line, group
         return self.storages[label]
 
@@ -129,7 +129,11 @@ def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
     step = record.step_memory
     needed, _ = flops_per_token(step.config, step.seq_len)
     flops = np.zeros(len(step.timeline) + 1)
-    np.add.at(flops, step.work_by_op.at, step.work_by_op.flops * step.work_by_op.times)
+    np.add.at(
+        flops,
+        step.flops_and_bytes_by_op.at,
+        step.flops_and_bytes_by_op.flops * step.flops_and_bytes_by_op.times,
+    )
     step_flops = needed * step.batch_size * step.seq_len
     starts, x = [0], [0.0]
     for phase, _, begins, end in phase_intervals(step):
@@ -142,7 +146,7 @@ def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
 def along_seconds(record: StepRecord, card: Card) -> tuple[list[int], list[float]]:
     """Return two lists: the index of each operator that takes time, and its position on the
     horizontal axis in predicted seconds. The last entries are the end of the step."""
-    op_work = record.step_memory.work_by_op
+    op_work = record.step_memory.flops_and_bytes_by_op
     each = seconds_of_each_op(op_work, card) * op_work.times
     return [*op_work.at.tolist(), len(record.step_memory.timeline)], [0.0, *each.cumsum()]
 
@@ -223,7 +227,7 @@ def page_data(args: argparse.Namespace) -> dict[str, Any]:
         if has_budget
         else "no budget given (the dashed line is an example)",
     ]
-    if (times := int(record.step_memory.work_by_op.times.max())) > 1:
+    if (times := int(record.step_memory.flops_and_bytes_by_op.times.max())) > 1:
         about.append(f"showing three of the head's {times + 2:,} chunks")
     ways = pareto_frontier(simulate_policies_fastest_first(request.planner, args.batch_size, card))
     return {

@@ -3,7 +3,8 @@
 Three searches find them: the table of policies (`policy_table`), the longest sequence
 (`longest_sequence`) and the fastest micro-batch (`search_settings`). `--at-peak` lists by name what
 is alive at a peak. These are hundreds of tensors. But blocks are equal, so the tensors make a few
-dozen groups (`group_key` in planner/record.py), and the largest nine groups take most of the bytes.
+dozen groups (`group_name_and_kind` in planner/record.py), and the largest nine groups take most of
+the bytes.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from planner import StepMemory
 from planner.choose import nested_checkpoint_policies, uniform_policies
 from planner.formulas import recomputed_flops_key
 from planner.op_recorder import Storage
-from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_key, read_source_line
+from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_name_and_kind, read_source_line
 from scripts.style import relative_flops
 from trainer.flags import MAX_COUNT, to_argv, with_flags
 from trainer.metrics import format_bytes
@@ -360,7 +361,7 @@ def at_peak(record: StepRecord) -> list[dict[str, Any]]:
     the JSON file. Their bytes add up to exactly the peak."""
     by_group = defaultdict[tuple[str, str], list[Storage]](list)
     for storage in record.at_peak:
-        by_group[group_key(storage)].append(storage)
+        by_group[group_name_and_kind(storage)].append(storage)
     groups = [describe(name, storages) for (name, _), storages in by_group.items()]
     return sorted(groups, key=lambda group: -group["bytes"])
 

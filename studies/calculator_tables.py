@@ -31,7 +31,7 @@ def tables() -> str:
         if device_type(card) == "cuda"
     }
     recompute = {
-        name: [p.saved_tensor_names, p.recomputed_matmul_names, p.by_operator]
+        name: [p.saved_tensor_names, p.recomputed_matmul_names, p.needs_fused_attention]
         for name, p in POLICIES.items()
     }
     return f"""{BEGIN}, written by `python -m studies.calculator_tables`

@@ -249,7 +249,7 @@ def rescued_step(bench: Bench, policy: str, in_holes: bool) -> Values:
         request.planner.step(args.batch_size, recompute=name).peak for name in (policy, "full")
     ]
     run = make_run(args, bench.device)
-    run.snapshot_metadata, run.find_deeper_recompute_step = (
+    run.snapshot_metadata, run.predict_step_with_less_memory = (
         {"config": {}},
         partial(step_with_deeper_recompute, request),
     )

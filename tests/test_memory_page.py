@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from planner.choose import pick_fastest_fitting_step
-from planner.record import StepRecord, group_key, read_source_line
+from planner.record import StepRecord, group_name_and_kind, read_source_line
 from scripts import memory_page
 from scripts.style import COLORS, LEGEND, POLICIES
 
@@ -108,7 +108,7 @@ def grouped(record: StepRecord, at: int) -> dict[tuple[str, str], list[int]]:
     """(kind, name but for the block) -> the bytes of each that is alive, the largest first."""
     found = defaultdict(list)
     for storage in record.alive(at):
-        found[LEGEND[storage.kind], group_key(storage)[0]].append(storage.nbytes)
+        found[LEGEND[storage.kind], group_name_and_kind(storage)[0]].append(storage.nbytes)
     return {name: sorted(sizes, reverse=True) for name, sizes in found.items()}
 
 

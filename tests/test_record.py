@@ -42,7 +42,10 @@ def test_storages_are_the_step(way, setting, dropout):
     assert len(found.operator_names) == len(found.replay_mask) == len(step.timeline)
     assert sum(storage.nbytes for storage in found.at_peak) == step.peak
     assert all(storage.name and storage.reason_alive for storage in found.storages)
-    assert found.step_memory.work_by_op.times.sum() == step.work_by_op.times.sum()
+    assert (
+        found.step_memory.flops_and_bytes_by_op.times.sum()
+        == step.flops_and_bytes_by_op.times.sum()
+    )
 
 
 # ---- names and reasons
@@ -156,8 +159,8 @@ def test_few_tell_what_all_do(setting, memory, n_layers, chunks, monkeypatch):
         assert few.phase_marks == every.phase_marks
     for what in ("flops", "bytes"):
         assert (
-            few.work_by_op.times @ few.work_by_op[what]
-            == every.work_by_op.times @ every.work_by_op[what]
+            few.flops_and_bytes_by_op.times @ few.flops_and_bytes_by_op[what]
+            == every.flops_and_bytes_by_op.times @ every.flops_and_bytes_by_op[what]
         )
     for card in (CARD, CARDS["H100"]):
         assert few.seconds(card) == pytest.approx(every.seconds(card), rel=1e-9)

@@ -113,7 +113,7 @@ def test_nothing_of_the_failed_attempt_stays_alive(way, tmp_path, monkeypatch):
         known = {its.untyped_storage()._cdata for its in there if isinstance(its, torch.Tensor)}
         left.append(sum(its().nbytes() for key, its in mode.alive.items() if key not in known))
 
-    monkeypatch.setattr(run, "find_deeper_recompute_step", bytes_left)  # (which knows of none)
+    monkeypatch.setattr(run, "predict_step_with_less_memory", bytes_left)  # (which knows of none)
     gc.disable()
     try:
         for place in places_in(n, draw, 24):

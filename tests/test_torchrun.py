@@ -34,7 +34,7 @@ from trainer.setup import (
     DERIVED_FLAGS,
     MAY_DIFFER,
     RANK_MISMATCH_HINTS,
-    ConsistencyFacts,
+    ConsistencyFactByName,
     check_same_on_all_ranks,
     consistency_facts,
     data_consistency_facts,
@@ -341,7 +341,7 @@ def test_the_smallest_budget_counts(monkeypatch, theirs, chosen):
     assert (config.recompute == "none") == (chosen == "none")
 
 
-def of(*flags: str, precision=torch.float32, device=CPU, step=None) -> ConsistencyFacts:
+def of(*flags: str, precision=torch.float32, device=CPU, step=None) -> ConsistencyFactByName:
     resumed = LoadedSnapshot({"step": step, "run": "0123456789"}, Path("run.pt")) if step else None
     return consistency_facts(parse(*TINY, *flags), OneProcess(device), precision, resumed)
 

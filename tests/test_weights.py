@@ -33,7 +33,7 @@ from model import MiniGPTConfig
 from scripts import evaluate, export_hf, generate
 from trainer.flags import UsageError, build_parser
 from trainer.pretrained import (
-    OURS,
+    TRANSFORMERS_TO_MINIGPT,
     load_model_and_tokenizer,
     open_pretrained,
     read_config,
@@ -168,7 +168,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(tmp_path):
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     wanted = renamed_and_transposed(
-        {name: p.grad for name, p in theirs.transformer.named_parameters()}, OURS
+        {name: p.grad for name, p in theirs.transformer.named_parameters()}, TRANSFORMERS_TO_MINIGPT
     )
     for name, parameter in ours.named_parameters():
         error = (parameter.grad - wanted[name]).abs().max()

@@ -31,7 +31,7 @@ from model import Block, MiniGPT
 from .device import is_compiled
 from .metrics import format_bytes
 from .process import OneProcess
-from .snapshot import SaveError, atomic_write, sibling_path
+from .snapshot import SaveError, sibling_path, writing_atomically
 
 # Number of the step whose peak memory is measured. Earlier steps differ from later steps: step 1
 # allocates the optimizer's state, and step 2 allocates DDP's final buckets.
@@ -307,7 +307,7 @@ class ProfilingClock(PeakMemoryClock):
         table = operators.table(sort_by=f"self_{processor}_time_total", row_limit=TABLE_ROWS)
         self.process.print0(f"profile  {summary}:\n{table}")
         try:
-            with atomic_write(self.path, 0) as temporary:
+            with writing_atomically(self.path, 0) as temporary:
                 profiler.export_chrome_trace(str(temporary))
                 # export_chrome_trace reports no error when the disk is full. So check that the file
                 # ends with "}", as every complete trace does.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .flags import UsageError
-from .snapshot import SaveError, State, atomic_write, describe_save_error, sibling_path
+from .snapshot import SaveError, State, describe_save_error, sibling_path, writing_atomically
 
 
 def perplexity(loss: float) -> float:
@@ -80,7 +80,7 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
     records = read_metrics(path) if resumed_step and path.exists() else []
     kept = [r for r in records if r.get("step", math.inf) <= resumed_step]
     text = "".join(json.dumps(r) + "\n" for r in kept)
-    with atomic_write(path, len(text)) as temporary:
+    with writing_atomically(path, len(text)) as temporary:
         temporary.write_text(text, encoding="utf-8")
     file = open(path, "a", encoding="utf-8", buffering=1)
 

@@ -451,7 +451,7 @@ class MemoryPlan(NamedTuple):
     words: str  # text for the user
     # Peak bytes of the planned step, and of a step without recompute; None: the prediction failed.
     planned_and_plain_peaks: tuple[int, int] | None
-    find_deeper_recompute_step: Callable[
+    predict_step_with_less_memory: Callable[
         ..., StepMemory | None
     ]  # the function `step_with_deeper_recompute` below, for this run's request
 

@@ -28,7 +28,7 @@ from .optimizer import ShardLikeFn
 from .snapshot import LoadedSnapshot, SnapshotError, check_shapes, peek, read_snapshot
 
 # Flags that get their values from the config of the weights.
-SHAPE_FLAG_NAMES = "n_layers n_heads d_model d_ff max_position_embeddings".split()
+SHAPE_FIELD_NAMES = "n_layers n_heads d_model d_ff max_position_embeddings".split()
 
 
 # ---- a transformers folder
@@ -56,8 +56,8 @@ SUPPORTED_GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
 }
 # First part of a tensor's name: in transformers -> in MiniGPT. (In files of GPT2LMHeadModel, names
 # begin with "transformer.", which `read_transformers_folder` removes.)
-OURS = {"wte": "token_embedding", "wpe": "position_embedding", "h": "blocks"}
-MINIGPT_TO_TRANSFORMERS = {ours: theirs for theirs, ours in OURS.items()}
+TRANSFORMERS_TO_MINIGPT = {"wte": "token_embedding", "wpe": "position_embedding", "h": "blocks"}
+MINIGPT_TO_TRANSFORMERS = {ours: theirs for theirs, ours in TRANSFORMERS_TO_MINIGPT.items()}
 # Ends of the names of causal masks. Older files also store the mask of each block.
 MASKS = (".attn.bias", ".attn.masked_bias")
 
@@ -98,7 +98,7 @@ def read_transformers_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Ten
             f"{folder} holds no tokenizer.json, and no vocab.json with merges.txt; with "
             f"{config.vocab_size:,} ids it is not GPT-2's own either"
         )
-    return config, renamed_and_transposed(weights, OURS), tokenizer
+    return config, renamed_and_transposed(weights, TRANSFORMERS_TO_MINIGPT), tokenizer
 
 
 def read_config(folder: Path) -> MiniGPTConfig:
@@ -257,7 +257,7 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
     except (DataError, SnapshotError) as error:
         raise UsageError(f"--init-from: {error}") from None
     config, tokenizer, toy = source.config, source.tokenizer, source.tokenizer.name == "toy"
-    required: dict[str, Any] = {name: getattr(config, name) for name in SHAPE_FLAG_NAMES}
+    required: dict[str, Any] = {name: getattr(config, name) for name in SHAPE_FIELD_NAMES}
     required |= {"tokenizer_name": tokenizer.name, "use_toy_data": toy}
     if toy or tokenizer.name == "bpe" or "vocab_size" in args.typed:
         required["vocab_size"] = config.vocab_size

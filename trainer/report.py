@@ -26,7 +26,7 @@ from .metrics import (
     perplexity,
 )
 from .pretrained import Pretrained, SnapshotOrPretrained
-from .resume import data_changed, describe_changes, validation_key
+from .resume import data_changed, describe_each_change, validation_key
 from .run import Run
 from .snapshot import LoadedSnapshot, archived_path, files_of_run, sibling_path
 
@@ -123,7 +123,7 @@ def resume_lines(run: Run, origin: LoadedSnapshot) -> list[str]:
     lines.append(f"resume   {origin.path}, step {run.step:,}")
     saved, now = origin.state, run.snapshot_metadata
     if run.step < run.args.num_steps:  # with no step left, no change has an effect
-        if changed := describe_changes(saved, now):
+        if changed := describe_each_change(saved, now):
             lines.append(f"resume   changed, from here on: {', '.join(changed)}")
         if data_changed(saved, now):
             lines.append(
@@ -193,10 +193,10 @@ def write_and_print_record(run: Run, record: dict[str, Any]) -> None:
     """Write the record to metrics.jsonl and to the logger, and print its log line."""
     for write in run.metric_writers:
         write(record)
-    print_record(run, record)
+    print_log_line(run, record)
 
 
-def print_record(run: Run, record: dict[str, Any]) -> None:
+def print_log_line(run: Run, record: dict[str, Any]) -> None:
     """Print the log line of a record, and store the time."""
     run.process.print0(format_line(record, run.args.num_steps))
     run.last_log_time = time.perf_counter()

@@ -175,7 +175,7 @@ def validation_key(state: State) -> tuple[object, object]:
     return state["data"].get("fingerprint"), state["args"].get("eval_tokens")
 
 
-def describe_changes(saved: State, now: State) -> list[str]:
+def describe_each_change(saved: State, now: State) -> list[str]:
     """Return the allowed changes of flags, as text such as `--lr 0.001 -> 0.0001`, and a change of
     the number of CPU threads.
 

@@ -68,7 +68,7 @@ class Run:
     # Function (policy, peak_bytes) -> predicted step with the next policy that needs less memory
     # than `policy`; None if no policy needs less. `peak_bytes`: measured peak of `policy`; None:
     # not measured. The function may raise any error if the memory cannot be predicted.
-    find_deeper_recompute_step: Callable[..., StepMemory | None] = lambda *_: None
+    predict_step_with_less_memory: Callable[..., StepMemory | None] = lambda *_: None
     # Function that runs the blocks of model.py with the model's present policy and without
     # recompute, and raises UsageError if the results differ.
     check_techniques: Callable[[], None] = lambda: None
@@ -162,12 +162,12 @@ def retry_on_out_of_memory(run: Run, accumulate: Callable[..., list[Tensor]]) ->
     if run.args.on_out_of_memory == "stop":
         return accumulate(run)
     if run.process.rehearses_first_steps and run.clock.steps < N_REHEARSAL_STEPS:
-        retry_until_it_fits(run, lambda run: accumulate(run, average=False))
+        accumulate_until_it_fits(run, lambda run: accumulate(run, average=False))
         run.process.free_or_zero_gradients(run.optimizer)
-    return retry_until_it_fits(run, accumulate)
+    return accumulate_until_it_fits(run, accumulate)
 
 
-def retry_until_it_fits(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]:
+def accumulate_until_it_fits(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]:
     """Return `accumulate(run)`. Each time memory runs out, call `accumulate` again with a policy
     that needs less memory."""
     while True:
@@ -211,7 +211,7 @@ def free_and_switch_policy(run: Run, message: str) -> None:
         # have split them into small pieces. The next attempt then gets whole segments.
         torch.cuda.empty_cache()
     with run.clock.paused("plan"):
-        step = switch_to_smaller_policy(run, seen)
+        step = switch_policy_and_predict_step(run, seen)
     if step is None:
         # This error ends all processes. If torchrun then starts them again, they read this policy,
         # and look for a policy that needs less memory.
@@ -227,7 +227,7 @@ def free_and_switch_policy(run: Run, message: str) -> None:
     )
 
 
-def switch_to_smaller_policy(run: Run, seen: int | None) -> StepMemory | None:
+def switch_policy_and_predict_step(run: Run, seen: int | None) -> StepMemory | None:
     """Find the next policy that needs less memory, and set it in the model's config. Return the
     predicted step with this policy.
 
@@ -236,7 +236,7 @@ def switch_to_smaller_policy(run: Run, seen: int | None) -> StepMemory | None:
     """
     config, policy = run.model.config, run.model.config.recompute
     with suppress(Exception):
-        while step := run.find_deeper_recompute_step(policy, seen):
+        while step := run.predict_step_with_less_memory(policy, seen):
             policy, seen = step.config.recompute, None
             run.model.config = replace(config, recompute=policy)
             # If a user changed model.py, some policies may give wrong results. For such a policy

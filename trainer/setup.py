@@ -71,7 +71,7 @@ MAY_DIFFER = set(
     "train_data val_data tokenizer_name checkpoint_path init_from device amp_dtype no_amp "
     "memory_budget log_to profile typed".split()
 )
-# Name in `ConsistencyFacts` -> advice if processes differ in this fact.
+# Name in `ConsistencyFactByName` -> advice if processes differ in this fact.
 RANK_MISMATCH_HINTS = {
     "--checkpoint-path": "all must see the same snapshot, on a disk that they share",
     "--init-from": "all must start from the same weights",
@@ -89,7 +89,7 @@ DERIVED_FLAGS = (
 )
 # Values that must be the same in all processes. The keys are names that the user knows, mostly
 # flags.
-ConsistencyFacts = dict[str, Any]
+ConsistencyFactByName = dict[str, Any]
 
 
 def set_up_from_flags(
@@ -171,9 +171,9 @@ def build_run(
     optimizer = make_optimizer(model, args, device, precision)
     clock = make_clock(args, process, model, optimizer, plan.planned_and_plain_peaks)
     run = Run(args, process, data, identity, model, optimizer, precision, train, val, clock)
-    run.held_lock, run.find_deeper_recompute_step, run.check_techniques = (
+    run.held_lock, run.predict_step_with_less_memory, run.check_techniques = (
         held_lock,
-        plan.find_deeper_recompute_step,
+        plan.predict_step_with_less_memory,
         check,
     )
     if resumed is not None:
@@ -233,7 +233,7 @@ def consistency_facts(
     process: OneProcess,
     precision: torch.dtype,
     origin: SnapshotOrPretrained,
-) -> ConsistencyFacts:
+) -> ConsistencyFactByName:
     """Return all facts that must be the same in all processes, except the facts about the data."""
     snapshot = "no snapshot to go on from"
     if isinstance(origin, LoadedSnapshot):
@@ -250,13 +250,13 @@ def consistency_facts(
     }
 
 
-def data_consistency_facts(data: Dataset) -> ConsistencyFacts:
+def data_consistency_facts(data: Dataset) -> ConsistencyFactByName:
     """Return the facts about the data that must be the same in all processes."""
     prints = f"{data.fingerprint[:8]} {data.tokenizer.fingerprint[:8]}"
     return {"--train-data": f"{data.description}, fingerprint {prints}"}
 
 
-def check_same_on_all_ranks(of_each: list[ConsistencyFacts]) -> None:
+def check_same_on_all_ranks(of_each: list[ConsistencyFactByName]) -> None:
     """Raise UsageError for the first fact that differs between processes.
 
     `of_each`: the facts of each process, in the order of the ranks.

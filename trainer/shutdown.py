@@ -246,7 +246,7 @@ def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> st
     less = None
     policy = run.model.config.recompute
     with suppress(Exception):  # planning may run out of memory, too
-        less = run.find_deeper_recompute_step(policy)
+        less = run.predict_step_with_less_memory(policy)
     back = f"; {resume_hint(run)}" if run.saved_step else ""
     now = describe_memory_flags(with_flags(args, use_activation_checkpoint=policy))
     change = describe_suggested_change(args, run.process.device.type, policy, less)

@@ -92,7 +92,7 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
 
     Raises SaveError if the file cannot be written.
     """
-    with atomic_write(path, bytes_of(state)) as temporary:
+    with writing_atomically(path, bytes_of(state)) as temporary:
         stale = re.compile(re.escape(f".{path.name}.") + r"\d+\.tmp")
         for name in filter(stale.fullmatch, os.listdir(path.parent)):
             path.with_name(name).unlink()  # left by a process that was killed during a save
@@ -116,7 +116,7 @@ def temporary_path(path: Path) -> Path:
 
 
 @contextmanager
-def atomic_write(path: Path, n_bytes: int) -> Iterator[Path]:
+def writing_atomically(path: Path, n_bytes: int) -> Iterator[Path]:
     """Yield a temporary path to write to. At the end of the `with` block, rename that file to
     `path`.
 
@@ -375,5 +375,5 @@ def copy_as_newest_snapshot(source: Path, path: Path) -> None:
     """
     if os.path.lexists(path):
         os.replace(path, unused_path(path, ".damaged"))
-    with atomic_write(path, source.stat().st_size) as temporary:
+    with writing_atomically(path, source.stat().st_size) as temporary:
         shutil.copyfile(source, temporary)

@@ -156,7 +156,7 @@ class Step {
   }
 
   // Returns the groups at an instant, the largest first: [{name, kind, bytes, storages}]. Storages
-  // that are equal except for their block make one group, as in `group_key` of planner/record.py.
+  // that are equal except for their block make one group, as in `group_name_and_kind` of planner/record.py.
   groups(at) {
     const found = new Map();
     for (const i of this.alive(at)) {
