@@ -252,7 +252,7 @@ def prefetch_all(tickets: OffloadedStorages) -> None:
 
 
 class CopyStreams:
-    """The three streams of a device. On a CPU torch's streams do their work at once."""
+    """The three streams of a device. On a CPU, a stream runs each operation immediately."""
 
     def __init__(self, device: torch.device):
         self.device, self.api = device, torch.cuda if device.type == "cuda" else torch.cpu

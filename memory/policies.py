@@ -110,8 +110,8 @@ def with_replayed_rng(run: Callable) -> Callable:
     return replayable
 
 
-# Default size of a chunk of the MLP half, in elements of its (tokens, d_ff) tensor: less than a
-# long sequence has, but enough for fast matmuls.
+# Default size of a chunk of the MLP half, in elements of its (tokens, d_ff) tensor: enough for fast
+# matmuls, but only a small part of a long sequence.
 MLP_CHUNK_ELEMENTS = 2**25
 CHUNK_MULTIPLE = 64  # tokens; the length of each chunk except the last is a multiple of this
 
@@ -181,8 +181,8 @@ def sizes_of_chunks(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
 
     `n_chunks`: the maximal number of chunks; 0: chunks of about `MLP_CHUNK_ELEMENTS` elements. All
     chunks except the last have the same length, a multiple of CHUNK_MULTIPLE. The last has at least
-    CHUNK_MULTIPLE tokens (unless the sequence is shorter). Otherwise results could
-    change: some kernels round differently for only a few rows, or for the last rows of a matmul.
+    CHUNK_MULTIPLE tokens, if the sequence has so many. With other lengths the results could change:
+    some kernels round differently if a matmul has few rows, or in its last rows.
     """
     units = max(1, n_tokens // CHUNK_MULTIPLE)
     each = math.ceil(units / (n_chunks or math.ceil(n_tokens * d_ff / MLP_CHUNK_ELEMENTS)))
@@ -484,7 +484,7 @@ class BlockCallsByPolicy:
         )
 
     def iter_block_calls(self, model: Any, loses_rng: bool) -> Iterator[CallAndCheckpointFlag]:
-        """Yield the pairs of `__call__`. `loses_rng`: torch's checkpoint ignores the RNG."""
+        """Yield what `__call__` returns. `loses_rng`: torch's checkpoint restores no RNG state."""
         config, blocks, offload = model.config, iter(model.blocks), Offload(self.offload_pool)
         plan = recompute_plan_of_config(config)
         try:

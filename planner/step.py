@@ -140,9 +140,9 @@ class Planner:
         return self.steps[key]
 
     def compose_step(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
-        """Compose a step of segments that come from steps with few calls (see `FewCallSegments`).
+        """Return a step whose segments were simulated in shorter steps (see `FewCallSegments`).
 
-        In each step with few calls, all calls run the same policy.
+        A shorter step has few calls, and all its calls run the same policy.
         """
         groups, first = recompute_plan_of_config(config).group_policies_and_sizes, 0
         representatives = {
@@ -322,14 +322,14 @@ class Planner:
             if self.shard_degree > 1:
                 shard_options = self.on_cpu, self.gather_in_bfloat16, self.sums
                 add_shards(log, model, self.local_model, self.shard_degree, *shard_options)
-            if self.compress_gradients:  # the copies are freed when the average exists
+            if self.compress_gradients:  # bfloat16 copies, freed when the averages exist
                 copies = [cast(Tensor, parameter.grad).bfloat16() for parameter in parameters]
                 for copy in copies:
                     log.label_storage(copy, "gradients", "gradient on its way")
                 del copies, copy
             log.enter_phase("optimizer")
             if known:
-                # Run one operator instead of the update: storages freed below end after it.
+                # One operator replaces the update, so storages that are freed below end after it.
                 torch.empty(1)
             else:
                 # A GPU clips all tensors at once. By default torch would not do so on a CPU.
@@ -444,7 +444,7 @@ def recording_simulated_ops(
         OpRecorder(sources, kernel_workspace=kernel_workspace_bytes if on_cuda else None) as log,
         patched(F, **(FUSED_REPLACEMENTS if on_cuda else {})),
         sources.listen() if sources else nullcontext(),
-        # Attention that is not fused keeps its scores, (B, H, T, T).
+        # On MPS attention is not fused, so it keeps its scores (B, H, T, T). MATH does so, too.
         sdpa_kernel(SDPBackend.MATH) if device_type == "mps" else nullcontext(),
         torch.autograd.set_detect_anomaly(False),  # fake tensors have no values to check
     ):

@@ -299,8 +299,9 @@ def block_keeps(policy: str, no_amp: bool = False) -> Measured:
 
 def cost_of_full() -> Measured:
     """Compute answer 5: the FLOPs of a step with `full`, divided by the FLOPs of a step with
-    `none`. The answer counts only the weights' matrix products in the blocks. The second line for
-    --measure also counts attention's own matrix products; the third line also counts the head."""
+    `none`. The answer counts only the weights' matrix products in the blocks. --measure prints
+    three lines: the answer; the same with attention's own matrix products; the same with the head,
+    too."""
 
     def relative(vocab_size: int, seq_len: int) -> float:
         config = replace(GPT2_SMALL, vocab_size=vocab_size, recompute="full")
