@@ -159,7 +159,7 @@ def embed(embedding: nn.Embedding, input_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def head_loss(x: Tensor, weight: Tensor, labels: Tensor, loss_chunks: int) -> Tensor:
     """Return the mean cross-entropy, in nats, of the logits x @ weight.T and the labels (B, T).
-    x (B, T, C), weight (V, C). Labels of -100 are ignored. `loss_chunks`: for memory/head.py."""
+    x (B, T, C), weight (V, C). Labels of -100 are ignored. `loss_chunks`: only memory/ uses it."""
     exact = torch.promote_types(x.dtype, torch.float32)
     return F.cross_entropy(F.linear(x, weight).flatten(0, 1).to(exact), labels.flatten())
 

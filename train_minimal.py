@@ -247,8 +247,9 @@ def save_is_due(run: Run, skipped: SkippedUpdateCounter, asked: bool) -> bool:
     - if the last save is in an earlier interval of --save-interval steps
     - at the first evaluation, if nothing was saved before.
 
-    While updates are skipped, a save waits, unless the run ends. Skipped updates do not change the
-    weights. So another save would only overwrite the older snapshot `.prev.pt` with equal weights.
+    While updates are skipped, a save waits, unless the run ends. Each save renames the last
+    snapshot to `.prev.pt`. Skipped updates change no weight, so both files would soon have equal
+    weights.
     """
     interval, first = run.args.save_interval, run.args.eval_interval
     if run.step == run.args.num_steps or run.stop_signal:

@@ -149,7 +149,7 @@ class Windows:
     def __init__(
         self, files: TokenFiles, batch_size: int, seq_len: int, device: torch.device, split: str
     ) -> None:
-        """Number the windows. Raises DataError if no file has seq_len + 1 tokens."""
+        """Give each window a number. Raises DataError if no file has seq_len + 1 tokens."""
         check_length(max((file.count for file in files), default=0), seq_len, split)
         self.files, self.batch_size, self.seq_len, self.device = files, batch_size, seq_len, device
         counts = [max(0, (file.count - 1) // seq_len) for file in files]
@@ -191,7 +191,7 @@ class TrainBatches(Windows):
     def __init__(
         self, files: TokenFiles, batch_size: int, seq_len: int, seed: int, device: torch.device
     ) -> None:
-        """Number the windows. Raises DataError if no file has seq_len + 1 tokens."""
+        """Give each window a number. Raises DataError if no file has seq_len + 1 tokens."""
         super().__init__(files, batch_size, seq_len, device, "train")
         self.seed = seed
 

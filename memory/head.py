@@ -76,8 +76,8 @@ class TiedEmbeddingFunction(torch.autograd.Function):
 
     So autograd sees one use of the weight. `backward` gets the head's gradient (V, C), which
     exists during all of backward, and the gradient of the vectors (B, T, C). It adds the vectors'
-    gradient to the head's gradient in place. Autograd alone would make another (V, C) tensor, and
-    with GPT-2's vocabulary and `full` recompute, a step computes no larger tensor than that.
+    gradient to the head's gradient in place. Autograd alone would make another (V, C) tensor. With
+    GPT-2's vocabulary and `full` recompute, that is the largest tensor that a step computes.
 
     `row_by_row`: add the rows of the vectors' gradient one by one, as on a CPU.
     """

@@ -28,8 +28,8 @@ LEFT_MATRIX_ARGUMENT_BY_OP = {
 EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 # Operators that write their argument without reading its old values.
 WRITE_ONLY_OPS = {"copy_", "fill_", "zero_", "normal_"}
-# (operator, argument). torch declares these arguments as written, but without a GradScaler the
-# operator only reads them.
+# (operator, argument). By torch's schema the operator writes to these arguments, but without a
+# GradScaler it only reads them.
 ONLY_READ_ARGUMENTS = {("_fused_adamw_", "grads")}
 # (operator, argument). The operator reads or writes only some elements of this argument: as many
 # elements as it looks up or adds.

@@ -113,7 +113,7 @@ def build_step_record(log: OpRecorder, step: StepMemory) -> StepRecord:
     """
     reads: dict[Storage, list[tuple[Op, str]]] = defaultdict(list)  # (operator, argument) per read
     gradients: set[Storage] = set()  # made by operators of backward
-    times = Counter[tuple[str, PhaseMark]]()  # uses of a name in one run of a block
+    times = Counter[tuple[str, PhaseMark]]()  # how often a block's run gave this name
     for op in log.ops:
         for argument, storage in op.named_inputs:
             reads[storage].append((op, argument))

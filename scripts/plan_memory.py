@@ -248,9 +248,9 @@ def deeper_words(taken: Candidate | None) -> list[str]:
 
 
 def whole_run(request: PlanRequest, taken: Candidate | None) -> tuple[dict[str, Any], list[str]]:
-    """Return tokens, steps and seconds of the whole run, with the recommended step: as a dict for
-    the JSON file, and as lines of text. If the flags set no length, the run has a billion tokens,
-    so that plans can be compared."""
+    """Return the tokens, steps and seconds that the whole run takes with the recommended step: once
+    as a dict for the JSON file, and once as lines of text. If the flags set no length, the run has
+    a billion tokens, so that plans can be compared."""
     args, of_step = request.args, tokens_per_step(request.args, request.replicas)
     typed_tokens = args.num_steps * of_step if "num_steps" in args.typed else args.num_tokens
     tokens = typed_tokens or 10**9

@@ -292,8 +292,8 @@ class PlanRequest:
 
         If several such micro-batches fit, the text is on the largest of them. The text compares
         this micro-batch with `step`: "4 x 4 sequences with none: 5 % faster (...)". Without a card
-        the text says only that the same sequences fit. Return "" if no smaller micro-batch fits, or
-        if the largest that fits is not faster than `step`.
+        the text says only that as many sequences per step fit. Return "" if no smaller micro-batch
+        fits, or if the largest that fits is not faster than `step`.
         """
         replays_products = recomputed_flops_key(step.config, step.seq_len)[0] > 0
         if step.config.recompute == "none" or not (self.card or replays_products):
