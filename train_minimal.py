@@ -117,7 +117,7 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
         micro_batch_id = (run.step - 1) * args.grad_accum_steps + micro_batch
         micro_batch_id = micro_batch_id * process.world_size + process.rank
         torch.manual_seed(derive_seed(args.seed, micro_batch_id))
-        input_ids, labels = run.train_batches[micro_batch_id // process.sp_degree]  # each (B, T)
+        input_ids, labels = run.training_batches[micro_batch_id // process.sp_degree]  # each (B, T)
 
         clock.begin_phase("forward")
         last_of_step = micro_batch == args.grad_accum_steps - 1

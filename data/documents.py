@@ -15,7 +15,7 @@ TEXT_SUFFIXES = tuple(
     ".yml .toml .ini .cfg .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .scala .js .ts .rb "
     ".php .pl .lua .r .jl .hs .ml .swift .sh .sql".split()
 )
-MAKE_UTF8 = (
+UTF8_HINT = (
     "name files of UTF-8 text; `iconv -f CP1252 -t UTF-8 FILE > NEW` makes it of text in Western "
     "European, with -f UTF-16 of what some Windows programs write"
 )
@@ -71,7 +71,7 @@ def iter_text_chunks(path: Path, start: int, stop: int) -> Iterator[str]:
                 text = text[cut:]
             if (nul := block.find(0)) >= 0:
                 raise DataError(
-                    f"{path}: a binary file, or UTF-16 (NUL at byte {start + nul}); {MAKE_UTF8}"
+                    f"{path}: a binary file, or UTF-16 (NUL at byte {start + nul}); {UTF8_HINT}"
                 )
             start += len(block)
             try:
@@ -79,7 +79,7 @@ def iter_text_chunks(path: Path, start: int, stop: int) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 # error.object begins with the bytes that the decoder kept from the block before.
                 byte = start - len(error.object) + error.start
-                raise DataError(f"{path}: not UTF-8 at byte {byte}; {MAKE_UTF8}") from None
+                raise DataError(f"{path}: not UTF-8 at byte {byte}; {UTF8_HINT}") from None
     yield text
 
 

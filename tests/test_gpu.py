@@ -107,7 +107,7 @@ def test_compiled_code_draws_the_same_masks_from_the_same_seed():
 
     def step(seed: int) -> list[torch.Tensor]:
         torch.manual_seed(seed)
-        batch = run.train_batches[0]
+        batch = run.training_batches[0]
         run.model.zero_grad()
         with run.autocast():
             loss = run.model(*batch)
@@ -200,7 +200,7 @@ def test_offload_is_the_last_way_out():
 def test_python_does_not_wait_in_a_step(flags, tmp_path):
     run, file = after(2, flags), tmp_path / "ids.npy"
     np.save(file, np.arange(50 * run.args.seq_len, dtype=np.uint16) % 64)
-    run.train_batches = TrainBatches([TokenFile.from_path(file)], 2, run.args.seq_len, 0, DEVICE)
+    run.training_batches = TrainBatches([TokenFile.from_path(file)], 2, run.args.seq_len, 0, DEVICE)
     timed_step(run)  # from a file, as in a true run
     run.step += 1
     with warnings.catch_warnings(record=True) as caught:

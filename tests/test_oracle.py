@@ -113,7 +113,7 @@ def test_steps_are_the_formulas(tmp_path):
     """Three whole steps of the trainer: tokens, losses, norm, rate, update."""
     flags = "--grad-accum-steps=2 --grad-clip-norm=0.5 --lr=0.01 --min-lr=0.001 --warmup-steps=2"
     run = start(tmp_path, *flags.split(), "--weight-decay=0.3", "--num-steps=5")
-    windows = rows_of(run.train_batches)
+    windows = rows_of(run.training_batches)
     weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     optimizer = oracle.AdamW(weights, decay=0.3, limit=0.5)
     half_way_down = 0.001 + 0.009 * (1 + math.cos(math.pi / 3)) / 2

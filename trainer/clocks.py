@@ -90,7 +90,7 @@ class StepClock:
         finally:
             self.begin_phase(interrupted)
 
-    def discard_step(self) -> None:
+    def discard_measured_memory(self) -> None:
         """Discard the measured memory of a step that failed and will be repeated. StepClock
         measures no memory, so it discards nothing. The seconds of the failed attempt still count.
         """
@@ -201,7 +201,7 @@ class PeakMemoryClock(StepClock):
             self.storages.count_tensors(weights, gradients, [*self.optimizer.state.values()])
             self.looking.enter_context(self.storages)
 
-    def discard_step(self) -> None:
+    def discard_measured_memory(self) -> None:
         self.looking.close()
         self.storages = LiveStorages()
 

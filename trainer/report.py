@@ -50,7 +50,7 @@ def describe_run(run: Run, plan: str, origin: SnapshotOrPretrained) -> str:
     """
     args, config, process = run.args, run.model.config, run.process
     n_parameters = sum(p.numel() for p in run.model.parameters())
-    epochs = run.train_batches.epochs_before(args.num_steps * run.global_micro_batches_per_step)
+    epochs = run.training_batches.epochs_before(args.num_steps * run.global_micro_batches_per_step)
     tokens = args.num_steps * tokens_per_step(args, process.replicas)
     lines = [
         f"data     {run.data.description}",
@@ -173,7 +173,7 @@ def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, A
     seconds = clock.end_interval()
     return {
         "step": run.step,
-        "epoch": run.train_batches.epochs_before(run.step * run.global_micro_batches_per_step),
+        "epoch": run.training_batches.epochs_before(run.step * run.global_micro_batches_per_step),
         "lr": run.optimizer.param_groups[0]["lr"],
         "train_loss": loss,
         "train_ppl": perplexity(loss),
@@ -244,7 +244,7 @@ def sample_text(run: Run) -> str:
     return run.data.tokenizer.decode(ids[0, 1:].tolist())
 
 
-def describe_policy_switches(run: Run) -> str:
+def describe_out_of_memory_retries(run: Run) -> str:
     """Return how often memory ran out, and the policies that were used in turn, as text: "; ran out
     2 times: none -> cheap -> full". Processes may differ: the text lists each distinct sequence of
     policies. Return "" if memory never ran out. All processes must call this together."""
@@ -280,7 +280,7 @@ def describe_result(
         f"val      loss {format_validation(record)}",
         # If this process ran no step, because only an evaluation was left, there is no speed.
         *([f"speed    {speed}"] if run.clock.steps else []),
-        f"memory   peak {peak}{describe_policy_switches(run)}",
+        f"memory   peak {peak}{describe_out_of_memory_retries(run)}",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
         f"saved    {args.checkpoint_path}" + f", lowest validation loss: {best}" * best.exists(),
         f"next     {generate_command(run)}",

@@ -43,7 +43,7 @@ class Run:
     model: MiniGPT
     optimizer: torch.optim.Optimizer
     compute_dtype: torch.dtype
-    train_batches: TrainBatches
+    training_batches: TrainBatches
     val_batches: ValBatches
     clock: StepClock
     held_lock: IO[str] | None = None  # while open, no second run can write to the same files
@@ -193,7 +193,7 @@ def free_and_switch_policy(run: Run, message: str) -> None:
     with this text.
     """
     process, device, policy = run.process, run.process.device, run.model.config.recompute
-    run.clock.discard_step()
+    run.clock.discard_measured_memory()
     process.free_or_zero_gradients(run.optimizer)
     # A backward that failed leaves tasks in autograd's queue, and the tasks keep the graph alive
     # (pytorch#82218). The next backward clears the queue. So run a tiny backward here.
