@@ -240,13 +240,13 @@ class MiniGPT(nn.Module):
                 parameter.fill_(1.0 if name.endswith("weight") else 0.0)
 
     @torch.no_grad()
-    def stream_tokens(self, input_ids: Tensor, max_new: int, **sampling: Any) -> Iterator[Tensor]:
-        """Yield `max_new` tokens (B, 1) after `input_ids` (B, T >= 1), from `sample_next_ids`."""
+    def stream_tokens(self, input_ids: Tensor, max_new_tokens: int, **sampling) -> Iterator[Tensor]:
+        """Yield tokens (B, 1) after `input_ids` (B, T >= 1). `sampling`: see `sample_next_ids`."""
         limit, was_training = self.config.max_position_embeddings, self.training
         self.eval()
         ids, next_ids, kv_cache = input_ids, input_ids, dict[nn.Module, Any]()
         try:
-            for _ in range(max_new):
+            for _ in range(max_new_tokens):
                 if ids.size(1) > limit:
                     # The window slides, so every position changes: run the whole window again.
                     next_ids, kv_cache = ids[:, -limit:], {}

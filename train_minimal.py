@@ -211,9 +211,8 @@ def train(run: Run) -> dict[str, Any]:
             # ---- The weights are updated. The rest of the loop checks, saves and logs.
             clock.end_step()
             bar.update()
-            skipped.add_grad_norm(
-                grad_norm
-            )  # raises NotFinite after several skipped updates in a row
+            # Raises NotFinite after several skipped updates in a row.
+            skipped.add_grad_norm(grad_norm)
             # All processes must do the same after the same step. They all stop if one of them
             # received a signal to stop. They all save if a signal or --save-minutes asked one of
             # them to save. They all log if rank 0 has printed nothing for a long time.

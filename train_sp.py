@@ -73,7 +73,7 @@ class SPProcess(FSDPProcess):
         self.sp_group, n_heads = group, model.config.n_heads
         self.sequence = SequenceShard(self.rank, self.world_size, n_heads, self.all_to_all)
         self.sequence.wrap_attention(model)
-        model.forward = partial(self.run_forward_on_shard, model.forward)  # type: ignore[method-assign]
+        model.forward = partial(self.forward_on_shard, model.forward)  # type: ignore[method-assign]
 
     def all_to_all(self, x: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
         """Send `send_sizes[i]` elements of x to each rank i; return the elements sent to this rank.
@@ -84,7 +84,7 @@ class SPProcess(FSDPProcess):
         dist.all_to_all_single(received, x, receive_sizes, send_sizes, group=self.sp_group)
         return received
 
-    def run_forward_on_shard(
+    def forward_on_shard(
         self,
         forward: Callable[..., Tensor],
         ids: Tensor,

@@ -294,17 +294,17 @@ def _dataset_of_token_files(
     named_val = [path for path in train if re.search("(?<![a-z])val", path.name.lower())]
     if not val and 0 < len(named_val) < len(train):
         train, val = [path for path in train if path not in named_val], named_val
-    train_token_files, val_files = (
+    train_token_files, val_token_files = (
         [TokenFile.from_path(path) for path in paths] for paths in (train, val)
     )
-    if not val_files:
+    if not val_token_files:
         total = sum(file.count for file in train_token_files)
         n_train = total - max(1, int(total * val_ratio))
-        val_files = slice_token_files(train_token_files, n_train, total)
+        val_token_files = slice_token_files(train_token_files, n_train, total)
         train_token_files = slice_token_files(train_token_files, 0, n_train)
     parts = [
         slice_token_files(files, 0, max_tokens or sys.maxsize)
-        for files in (train_token_files, val_files)
+        for files in (train_token_files, val_token_files)
     ]
     fingerprint = cache_key([hash_ids(files, tokenizer) for files in parts], tokenizer.fingerprint)
     return Dataset(tuple(parts[0]), tuple(parts[1]), tokenizer, source, fingerprint)

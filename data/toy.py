@@ -31,9 +31,8 @@ def load_toy(
     def build(new: Path) -> dict[str, Any]:
         rng = random.Random(seed)
         order = rng.sample(range(vocab_size), vocab_size)
-        steps = rng.sample(
-            range(vocab_size), N_TOY_SUCCESSORS
-        )  # `sample` draws distinct steps, so the successors are distinct
+        # `sample` draws distinct steps, so the successors are distinct.
+        steps = rng.sample(range(vocab_size), N_TOY_SUCCESSORS)
         ids = [order[0]]
         for step in rng.choices(steps, k=sum(counts) - 1):
             ids.append(order[(ids[-1] + step) % vocab_size])

@@ -232,8 +232,8 @@ class OffloadedStorage:
         return self.back
 
     def __del__(self) -> None:
-        # The copy back may still be running, if backward failed before it called
-        # `fetch_storage`.
+        # The copy back may still be running, if backward failed
+        # before it called `fetch_storage`.
         if self.back is not None:
             self.computing.wait_event(self.arrived)
         self.pool.return_buffers(self.buffers)

@@ -316,9 +316,9 @@ class Policy(NamedTuple):
     recomputed_matmul_names: str
     description: str  # text for users: what is kept or done again
     forward: Callable[..., Tensor] | None = None  # (block, x) -> result; None: call block(x)
-    needs_fused_attention: bool = (
-        False  # keeps attention's result only if attention is one fused operator
-    )
+    # Decides operator by operator (the calculator reads this, too). So it keeps attention's result
+    # only if attention is one fused operator.
+    needs_fused_attention: bool = False
     supports_mlp_chunks: bool = False  # can recompute the MLP half in chunks (`mlp_chunks`)
 
 

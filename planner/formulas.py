@@ -67,9 +67,8 @@ def closed_form_bytes_by_part(
     a = 2 if amp else 4
     P = count_parameters(config)
 
-    copies = (
-        2 * amp
-    )  # bytes per element of autocast's copy of a weight, which is kept with the layer's input
+    # Bytes per element of autocast's copy of a weight, which is kept with the layer's input.
+    copies = 2 * amp
     sizes = {
         "x": 4 * N * C,
         "ln_1": a * N * C + 8 * N + copies * 3 * C * C,  # 8 N: mean and 1 / deviation of x

@@ -28,10 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .operators import EMPTY, count_flops, operator_schema, precision_index, tensors_in
 
 PROJECT_FOLDER = Path(__file__).parent.parent
+# During backward the code of these files runs only in recomputations.
 RECOMPUTED_FILES = (
     "model.py",
     "memory/policies.py",
-)  # during backward the code of these files runs only in recomputations
+)
 
 
 @dataclass(eq=False)

@@ -59,7 +59,7 @@ class OperatorSchema(NamedTuple):
 
 @cache
 def operator_schema(operator: Any) -> OperatorSchema:
-    """Return the signature of an operator's overload, such as torch.ops.aten.addmm.default."""
+    """Return the schema of an operator's overload, such as torch.ops.aten.addmm.default."""
     name, schema = operator.overloadpacket.__name__, operator._schema
     written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     # `_unsafe_view` returns a view, although its schema in torch does not say so.

@@ -96,7 +96,7 @@ class Planner:
         self.local_seq_len = self.sequence.start_sharding(self.seq_len).stop  # tokens per sequence
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
-        self.few_call_steps: dict[tuple, FewCallSegments] = {}
+        self.few_call_segments: dict[tuple, FewCallSegments] = {}
         self.on_simulate: Callable[[], object] = lambda: None  # called before each simulation
         with self.fake:
             self.model = MiniGPT(config).train()
@@ -180,7 +180,7 @@ class Planner:
         plan, plain = recompute_plan_of_config(config), replace(config, recompute="none")
         nested, moves = plan.nested and size > 1, plan.offload and policy != "none"
         key = batch_size, plain, policy, size, nested, moves
-        if key not in self.few_call_steps:
+        if key not in self.few_call_segments:
             self.on_simulate()
             n = plain.n_layers // size
             if self.are_alike:  # only calls near the first and the last may differ
@@ -203,8 +203,8 @@ class Planner:
                 )
                 allocated = segments[0].allocated_and_freed_by_kind[0, 0]
                 allocated[KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
-            self.few_call_steps[key] = FewCallSegments(segments)
-        return self.few_call_steps[key]
+            self.few_call_segments[key] = FewCallSegments(segments)
+        return self.few_call_segments[key]
 
     def largest_batch(
         self, budget: int, batch_size: int, host: int | None = None, **memory: Any
@@ -530,9 +530,8 @@ def register_phase_hooks(
 
     def enter_block(i: int, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         log.enter_phase(log.current_phase, i)
-        if (
-            log.current_phase == "forward"
-        ):  # backward of block i ends when its input's gradient exists
+        # Backward of block i ends when its input's gradient exists.
+        if log.current_phase == "forward":
             when_gradient_is_there((args, kwargs), i - 1 if i > 0 else None)
 
     def enter_after_blocks(last: nn.Module, args: tuple) -> None:

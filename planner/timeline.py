@@ -164,9 +164,8 @@ class StepMemory:
     config: Any  # MiniGPTConfig; None: another model (planner/any_model.py)
     batch_size: int  # sequences; 0: another model, with any kind of batch
     seq_len: int  # tokens
-    segments_and_block_shifts: list[
-        tuple[Segment, int]
-    ]  # in order: (segment, number to add to its block indices)
+    # In order: (segment, number to add to its block indices).
+    segments_and_block_shifts: list[tuple[Segment, int]]
 
     def seconds(self, card: Card) -> float:
         """Return the estimated seconds of a step with one micro-batch on this card.

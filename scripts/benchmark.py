@@ -244,7 +244,7 @@ def make_row(request: PlanRequest, measured: Row) -> Row:
     tokens_per_s = args.batch_size * args.grad_accum_steps * args.seq_len / step_s
     share, card = None, request.card
     if card and card.name in CARDS:  # (measured FLOP/s of a machine are not its peak)
-        share = tokens_per_s / card.flops[MATMUL_DTYPES.index(request.compute_dtype)]
+        share = tokens_per_s / card.flops[MATMUL_DTYPES.index(request.precision)]
     needed, replayed = flops_per_token(step.config, args.seq_len, args.compile)
     return {
         "policy": step.config.recompute,
@@ -305,7 +305,7 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
     metadata = about("scripts.benchmark", argv, request.device) | {
         "model": describe_model(request.config),
         **{name: getattr(args, name) for name in ("batch_size", "grad_accum_steps", "seq_len")},
-        "precision": str(request.compute_dtype).removeprefix("torch."),
+        "precision": str(request.precision).removeprefix("torch."),
         "predicted for": request.card.name,
         "runs": f"{len(rows) + len(out_of_memory)} of {len(policies)}",
         "out of memory": " ".join(out_of_memory) or "nothing",

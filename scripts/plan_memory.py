@@ -148,7 +148,7 @@ def describe_target(request: PlanRequest, seconds: float) -> str:
     """Return the lines above the table: model, batch, device, card, budget, training state."""
     args, config, budget, card = request.args, request.config, request.memory_budget, request.card
     kind = request.device.type
-    precision = str(request.compute_dtype).removeprefix("torch.")
+    precision = str(request.precision).removeprefix("torch.")
     unknown = f"no {kind} here and no --memory-budget: what fits cannot be told"
     limit = unknown if budget.limit_bytes is None else f"tensors may take {budget}"
     lines = [
@@ -157,7 +157,7 @@ def describe_target(request: PlanRequest, seconds: float) -> str:
         f"device   {kind}, {precision}{parallel_words(request)}",
     ]
     if card:
-        flops = digits(3, card.flops[MATMUL_DTYPES.index(request.compute_dtype)] / 1e12)
+        flops = digits(3, card.flops[MATMUL_DTYPES.index(request.precision)] / 1e12)
         speed = f"{flops} TFLOP/s in {precision}, {digits(3, card.bytes_per_s / 1e9)} GB/s"
         how = f", measured in {seconds:.1f} s" if args.card == THIS_MACHINE else " at most"
         lines.append(f"card     {card.name}: {speed}{how}; times are estimates")
@@ -310,7 +310,7 @@ def as_json(
     """Return the content of the JSON file without the metadata of `about`. Sizes are in bytes."""
     args, table = request.args, table or policy_table(request)
     taken = recommend(table)
-    shape = args.batch_size, args.seq_len, request.compute_dtype
+    shape = args.batch_size, args.seq_len, request.precision
     moments = args.optimizer, getattr(torch, args.moments_dtype)
     config = (taken or min(table, key=lambda candidate: candidate.step.peak)).step.config
     return {
@@ -318,7 +318,7 @@ def as_json(
         "batch_size": args.batch_size,
         "seq_len": args.seq_len,
         "device": request.device.type,
-        "precision": str(request.compute_dtype).removeprefix("torch."),
+        "precision": str(request.precision).removeprefix("torch."),
         "shards": request.shard_degree,
         "state_bytes": request.state_bytes,
         "card": request.card and request.card.name,

@@ -59,7 +59,7 @@ def describe(request: PlanRequest, batch: str = "") -> str:
     millions = count_parameters(request.config) / 1e6
     batch = batch or f"batch of {request.args.batch_size} x "
     size = f"{millions:,.{0 if millions > 10 else 2}f}M parameters"
-    precision = str(request.compute_dtype).removeprefix("torch.")
+    precision = str(request.precision).removeprefix("torch.")
     device = f"{precision} on a {'CPU' if request.device.type == 'cpu' else 'GPU'}"
     return f"{size}, {batch}{request.args.seq_len:,} tokens, {device}"
 

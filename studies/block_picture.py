@@ -103,7 +103,7 @@ def step_cost(policy: str) -> float:
 def sums(blocks: Blocks) -> dict[str, list[str]]:
     """Return the lines below the blocks: label -> a cell for each policy."""
     return {
-        "kept of a block (BTC)": [f"{kept_btc(tensors):.1f}" for tensors in blocks.values()],
+        "kept per block (BTC)": [f"{kept_btc(tensors):.1f}" for tensors in blocks.values()],
         "FLOPs of a step": [f"{step_cost(policy):.2f}" for policy in blocks],
     }
 

@@ -45,7 +45,7 @@ def plan(flags: str, policy: str = "none", clock: str = "") -> Candidate:
     """Return one row of plan_memory. `clock`: name of the card for which the time is predicted; "":
     the card that --card names."""
     request, _ = parse_request(flags.split())
-    card, made = CARDS.get(clock, request.card), MADE[request.device.type, request.compute_dtype]
+    card, made = CARDS.get(clock, request.card), MADE[request.device.type, request.precision]
     request = replace(request, card=card, planner_cache=made)
     return candidate_of(request, use_activation_checkpoint=policy)
 
@@ -212,9 +212,8 @@ def format_long(rows: Rows) -> str:
     return table(header, ([way, *cells] for way, cells in lines.items()))
 
 
-TABLES: dict[
-    str, tuple[Callable, Callable[[Rows], str], list]
-] = {  # table -> (function that makes the row of a key, function that formats all rows, keys)
+# Table -> (function that makes the row of a key, function that formats all rows, keys).
+TABLES: dict[str, tuple[Callable, Callable[[Rows], str], list]] = {
     "ladder": (ladder_row, format_ladder, [*WAYS]),
     "cards": (card_row, format_cards, SHOWN),
     "long": (length_row, format_long, [*product(KNOBS, LENGTHS)]),

@@ -141,7 +141,7 @@ def test_shares_of_what_a_gpu_can_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
     asked, cuda = benchmark.ask(arguments("--tf32", "full")), torch.device("cuda")
     card = choose_card(asked.args, cuda)
-    question = replace(asked, device=cuda, compute_dtype=torch.float32, card=card)
+    question = replace(asked, device=cuda, precision=torch.float32, card=card)
     row = benchmark.make_row(question, fake_worker([], "full"))
     needed, replayed = flops_per_token(model_config(asked.args, 211), 32)
     assert row["mfu"] == pytest.approx(row["tokens_per_s"] * needed / 156e12)

@@ -63,9 +63,8 @@ def test_a_tenth_stays_free(machine):
     machine({"/proc/meminfo": MEMINFO})
     assert budget_on(CPU).usable_bytes == 1_843_200
     assert budget_on(CPU, processes=2, held=1000).usable_bytes == 922_500  # they share
-    assert budget_on(CPU, 5000, processes=2, held=1000) == MemoryBudget(
-        5000, "cpu"
-    )  # as somebody says
+    # As somebody says.
+    assert budget_on(CPU, 5000, processes=2, held=1000) == MemoryBudget(5000, "cpu")
 
 
 def test_both_numbers_are_said():

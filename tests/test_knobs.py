@@ -152,9 +152,8 @@ def test_auto_goes_by_the_clock_of_a_card(machine):
 def test_all_processes_go_by_the_clock_of_the_first(machine, monkeypatch):
     machine(GIB, GIB)
     monkeypatch.setattr("planner.cards.this_machine", lambda *what: pytest.fail("measured"))
-    monkeypatch.setattr(
-        OneProcess, "run_on_rank0_only", lambda self, act: None
-    )  # not for this one to do
+    # Not for this one to do.
+    monkeypatch.setattr(OneProcess, "run_on_rank0_only", lambda self, act: None)
     monkeypatch.setattr(OneProcess, "run_on_all_ranks", lambda self, act: act())
     monkeypatch.setattr(
         OneProcess, "all_gather_object", lambda self, mine: [H100 if mine is None else mine, mine]

@@ -207,7 +207,7 @@ def test_the_flags_say_what_is_planned_for(flags, kind, precision, gib, monkeypa
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     asked, _ = plan_memory.parse_request(f"{SHAPE} {flags}".split())
     budget = gib * GIB if gib else asked.card and asked.card.memory
-    assert (asked.device.type, asked.compute_dtype) == (kind, precision)
+    assert (asked.device.type, asked.precision) == (kind, precision)
     assert asked.memory_budget == MemoryBudget(budget, kind) and (asked.card is None) == (
         "card" not in flags
     )

@@ -74,9 +74,8 @@ def test_rows_that_do_not_divide_are_rounded_up(n):
 
 def test_shards_never_take_a_group():
     plan = planner(WIDE, shard_degree=2)
-    assert (
-        recompute_plan_of_config(pick_fastest_fitting_step(plan, 16, 1).config).group_size == 1
-    )  # nothing fits
+    # Nothing fits.
+    assert recompute_plan_of_config(pick_fastest_fitting_step(plan, 16, 1).config).group_size == 1
 
 
 # ---- asked by flags

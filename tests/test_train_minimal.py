@@ -169,9 +169,8 @@ def test_the_sample_compiles_nothing(path, monkeypatch):
     counters.clear()
     compile_module = partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
-    monkeypatch.setattr(
-        "memory.head.compile_target_log_prob", lambda: target_log_prob_
-    )  # without g++
+    # Without g++.
+    monkeypatch.setattr("memory.head.compile_target_log_prob", lambda: target_log_prob_)
     monkeypatch.setattr("trainer.shutdown.sample_text", sample)
     flags = ("--compile", "--no-amp", "--num-steps=2", "--sample-tokens=5")
     assert train_here(path, *flags) == 0

@@ -243,7 +243,7 @@ def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     tensors = gpt2_tensors()
     tensors["ln_f.bias"][3] += 1e-6
     paths = (folder, folder, write_folder(tmp_path / "other", tensors))
-    common = (run.args, run.process, run.compute_dtype)
+    common = (run.args, run.process, run.precision)
     with pytest.raises(UsageError, match="--init-from: rank 0 has .*, rank 2 has .*same w"):
         check_same_on_all_ranks(
             [consistency_facts(*common, open_pretrained(path)) for path in paths]

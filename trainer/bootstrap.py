@@ -15,12 +15,9 @@ from io import TextIOWrapper
 
 # The time of a run is measured from here, so it includes `import torch`, which takes 1 to 2 s.
 PROCESS_START = time.perf_counter()
-PROJECT_FOLDER = os.path.dirname(
-    os.path.dirname(os.path.realpath(__file__))
-)  # the project's folder
-STARTED_SCRIPT_FOLDER = os.path.dirname(
-    os.path.realpath(sys.argv[0])
-)  # folder of the script that was started
+PROJECT_FOLDER = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+# Folder of the script that was started.
+STARTED_SCRIPT_FOLDER = os.path.dirname(os.path.realpath(sys.argv[0]))
 # True if Python was started with a program of this project, by path or with -m. (With -m,
 # sys.argv[0] is still "-m" here, because Python does not know the module's path yet. So with -m
 # this is True for every module.) False if, for example, a test imports this file.

@@ -116,10 +116,11 @@ def find_logged_record(step: int, path: Path) -> LogRecord | None:
     return next((r for r in records if r.get("step") == step), None)
 
 
+# Value of --log-to -> module.
 LOGGER_MODULES = {
     "tensorboard": "torch.utils.tensorboard",
     "wandb": "wandb",
-}  # value of --log-to -> module
+}
 Say = Callable[[str], None]
 # Function that logs the numbers of a step. Its arguments are a dict, name -> number, and the step.
 LogNumbers = Callable[[dict[str, float], int], object]

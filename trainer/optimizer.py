@@ -23,10 +23,11 @@ MOMENTUM = 0.95  # for Muon
 # all singular values between 0.003 and 1 to values between 0.68 and 1.2. These values are as good
 # as 1 (Jordan, 2024).
 NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.7750, 2.0315), 5
+# The names that torch's optimizers use.
 MOMENT_NAMES_BY_OPTIMIZER = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "muon": ("momentum_buffer",),
-}  # the names that torch's optimizers use
+}
 # Number of elements that are updated at a time (Muon updates at least one matrix). Bfloat16
 # moments, Muon and shards save memory. This number is small, so that the temporary copies of an
 # update take much less memory than is saved.

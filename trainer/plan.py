@@ -187,7 +187,7 @@ class PlanRequest:
     args: argparse.Namespace
     vocab_size: int
     device: torch.device  # need not exist on this machine
-    compute_dtype: torch.dtype
+    precision: torch.dtype
     memory_budget: MemoryBudget = MemoryBudget(None, "cpu")
     # Policies are ranked by their predicted time on this card. None: by their recomputed FLOPs.
     card: Card | None = None
@@ -196,9 +196,8 @@ class PlanRequest:
     shard_degree: int = 1  # number of processes that shard one model
     sp_degree: int = 1  # number of processes that share each sequence
     on_simulate: Callable[[], object] = lambda: None  # called before each simulated step
-    planner_cache: dict[tuple, Any] = field(
-        default_factory=dict
-    )  # planners and largest batches; copies of the request share this cache
+    # Planners and largest batches; copies of the request share this cache.
+    planner_cache: dict[tuple, Any] = field(default_factory=dict)
 
     def with_args(self, args: argparse.Namespace) -> "PlanRequest":
         """Return a copy of this request with other flags. The copy shares the cache."""
@@ -218,7 +217,7 @@ class PlanRequest:
         key = replace(config, recompute="none"), args.seq_len, optimizer, *layout
         if key not in self.planner_cache:
             self.on_simulate()
-            planner = make_planner(args, config, self.device, self.compute_dtype, *layout)
+            planner = make_planner(args, config, self.device, self.precision, *layout)
             planner.on_simulate, self.planner_cache[key] = self.on_simulate, planner
         return self.planner_cache[key]
 
@@ -451,9 +450,8 @@ class MemoryPlan(NamedTuple):
     words: str  # text for the user
     # Peak bytes of the planned step, and of a step without recompute; None: the prediction failed.
     planned_and_plain_peaks: tuple[int, int] | None
-    predict_step_with_less_memory: Callable[
-        ..., StepMemory | None
-    ]  # the function `step_with_deeper_recompute` below, for this run's request
+    # The function `step_with_deeper_recompute` below, for this run's request.
+    predict_step_with_less_memory: Callable[..., StepMemory | None]
 
 
 class PredictedOutOfMemory(MemoryError):
@@ -568,7 +566,7 @@ def step_with_deeper_recompute(
     failed = planner.step(batch_size, recompute=policy).peak
     budget = MemoryBudget(int(share * min(failed, seen or failed)), kind).usable_bytes or 0
     fastest = pick_fastest_fitting_step(planner, batch_size, budget, request.card).config.recompute
-    policies = [fastest] + ["full+offload"] * (kind == "cuda")
+    policies = [fastest] + [OFFLOAD_POLICY] * (kind == "cuda")
     steps = (planner.step(batch_size, recompute=name) for name in policies)
     return next((step for step in steps if step.peak < failed), None)
 

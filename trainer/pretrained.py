@@ -27,7 +27,7 @@ from .flags import MAX_SIZES, UsageError, flag, is_valid_model_size
 from .optimizer import ShardLikeFn
 from .snapshot import LoadedSnapshot, SnapshotError, check_shapes, peek, read_snapshot
 
-# Flags that get their values from the config of the weights.
+# Fields (flags, too) whose values come from the config of the weights.
 SHAPE_FIELD_NAMES = "n_layers n_heads d_model d_ff max_position_embeddings".split()
 
 
@@ -63,9 +63,9 @@ MASKS = (".attn.bias", ".attn.masked_bias")
 
 
 def renamed_and_transposed(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
-    """Return `tensors` under other names. With `names` = OURS, names of transformers become names
-    of MiniGPT; with MINIGPT_TO_TRANSFORMERS, the reverse. Example: `h.3.ln_1.bias` <->
-    `blocks.3.ln_1.bias`.
+    """Return `tensors` under other names. With `names` = TRANSFORMERS_TO_MINIGPT, names of
+    transformers become names of MiniGPT; with MINIGPT_TO_TRANSFORMERS, the reverse. Example:
+    `h.3.ln_1.bias` <-> `blocks.3.ln_1.bias`.
 
     The matrices of a block are returned as transposed views: they are (in, out) in transformers,
     and (out, in) in MiniGPT.

@@ -97,8 +97,8 @@ def describe_device(run: Run) -> str:
             f" ({threads} thread{'s' * (threads > 1)}; "
             "another number of threads rounds sums differently)"
         )
-    in_tf32 = run.args.tf32 and device.type == "cuda" and run.compute_dtype == torch.float32
-    precision = str(run.compute_dtype).removeprefix("torch.") + ", matmuls in TF32" * in_tf32
+    in_tf32 = run.args.tf32 and device.type == "cuda" and run.precision == torch.float32
+    precision = str(run.precision).removeprefix("torch.") + ", matmuls in TF32" * in_tf32
     return f"{device.type}{hardware}, {precision}"
 
 

@@ -42,7 +42,7 @@ class Run:
     snapshot_metadata: State  # part of each snapshot: config, flags, tokenizer, data
     model: MiniGPT
     optimizer: torch.optim.Optimizer
-    compute_dtype: torch.dtype
+    precision: torch.dtype
     training_batches: TrainBatches
     val_batches: ValBatches
     clock: StepClock
@@ -79,7 +79,7 @@ class Run:
     def __post_init__(self) -> None:
         # The module that the loop calls: the model or, with DDP, its wrapper.
         self.wrapped_model: nn.Module = self.model
-        device, float16 = self.process.device.type, self.compute_dtype == torch.float16
+        device, float16 = self.process.device.type, self.precision == torch.float16
         self.scaler = torch.amp.GradScaler(device, enabled=float16)
         # The scaler allocates its tensors when it is first used. Use it now, because in a step this
         # allocation could run out of memory.
@@ -103,8 +103,8 @@ class Run:
         end of forward, so that a second use of the weight needs no second cast. But this model
         casts no weight twice in a forward.
         """
-        enabled = self.compute_dtype != torch.float32
-        dtype = self.compute_dtype if enabled else None  # autocast does not accept float32
+        enabled = self.precision != torch.float32
+        dtype = self.precision if enabled else None  # autocast does not accept float32
         device_type = self.process.device.type
         return torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=False)
 

@@ -147,7 +147,7 @@ def build_run(
     )
     set_num_steps(args, process.replicas, train.n_windows)
     val = ValBatches(data.val_token_files, args.batch_size, args.seq_len, args.eval_tokens, device)
-    identity = make_snapshot_metadata(args, process, plan.config, data)
+    snapshot_metadata = make_snapshot_metadata(args, process, plan.config, data)
     with torch.device("meta"):
         model = MiniGPT(plan.config)
     if buffers := [name for name, _ in model.named_buffers()]:
@@ -157,8 +157,8 @@ def build_run(
         )
     if resumed is not None:
         check_shapes(resumed.path, resumed.state["model"], model.state_dict())
-        resume.check_resumable(resumed.state, identity, resumed.path)
-        identity["run"] = resumed.state.get("run")
+        resume.check_resumable(resumed.state, snapshot_metadata, resumed.path)
+        snapshot_metadata["run"] = resumed.state.get("run")
     check = partial(check_techniques_are_exact, model, device, precision, process.sp_degree > 1)
     process.run_on_all_ranks(check)  # (each rank may have its own policy)
     held_lock = process.run_on_rank0_only(lambda: claim(args.checkpoint_path, resumed))
@@ -170,7 +170,9 @@ def build_run(
         model.init_weights(process.shard_like)
     optimizer = make_optimizer(model, args, device, precision)
     clock = make_clock(args, process, model, optimizer, plan.planned_and_plain_peaks)
-    run = Run(args, process, data, identity, model, optimizer, precision, train, val, clock)
+    run = Run(
+        args, process, data, snapshot_metadata, model, optimizer, precision, train, val, clock
+    )
     run.held_lock, run.predict_step_with_less_memory, run.check_techniques = (
         held_lock,
         plan.predict_step_with_less_memory,
