@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 # KV cache: Attention module -> (keys, values), each (B, H, tokens so far, D). None: no cache.
 KVCache = dict[nn.Module, tuple[Tensor, Tensor]] | None
-# The package memory/, or None if missing. (`hasattr` below finds out if it is another package.)
+# The package memory/; None if missing. (Another package may have this name: hence the `hasattr`.)
 MEMORY_PACKAGE: Any = importlib.util.find_spec("memory") and importlib.import_module("memory")
 
 

@@ -81,10 +81,10 @@ class DDPProcess(TorchrunProcess):
         return nullcontext() if enabled else self.wrapper.no_sync()
 
     def can_retry_alone(self) -> bool:
-        # While the others wait for its gradients, this process can retry, with any policy. A retry
-        # is impossible if `sends_gradients`: DDP sends each gradient once, during backward. A retry
-        # is also impossible if memory ran out while DDP made its buckets. Then some gradients are
-        # still the zeros of `set_expanded_zero_grads`, which are not contiguous and in no bucket.
+        # Until it sends gradients, this process can retry alone: others only wait for them. Once
+        # DDP `sends_gradients`, a retry is impossible, because each is sent once. It is also
+        # impossible if memory ran out while DDP made its buckets. Then some gradients are still the
+        # zeros of `set_expanded_zero_grads`, which are not contiguous and in no bucket.
         gradients = (p.grad for p in self.wrapper.parameters() if p.grad is not None)
         return not self.sends_gradients and all(g.is_contiguous() for g in gradients)
 

@@ -91,7 +91,8 @@ class FSDPProcess(DDPProcess):
         policy = bfloat16_policy if in_bfloat16 else MixedPrecisionPolicy()
         in_tables = nn.ModuleList(find_position_embeddings(model)).parameters()
         gathered_apart = {*in_tables, *block_group_params(model.blocks, in_bfloat16)}
-        # Shard the model first: it would skip blocks that are sharded, and thus their LayerNorms.
+        # Shard the model before its blocks: `fully_shard(model)` skips all of a sharded block, also
+        # LayerNorms that the block leaves to the rest.
         fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=gathered_apart)
         for table in find_position_embeddings(model):
             fully_shard(table, mesh=mesh).set_unshard_in_backward(False)

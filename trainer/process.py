@@ -156,7 +156,7 @@ class OneProcess:
         return ""
 
     def sum_over_replicas(self, values: list[float]) -> list[float]:
-        """Return the sum of each value over all processes."""
+        """Return the sum of each value over all replicas (see `replicas`)."""
         return [sum(column) for column in zip(*self.all_gather_object(values), strict=True)]
 
     def all_reduce_max(self, values: list[int]) -> list[int]:
