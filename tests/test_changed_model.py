@@ -179,6 +179,15 @@ def test_a_tensor_that_would_be_lost_is_refused(name, tmp_path, change, capfd):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("name", "first"), [("gain", torch.linspace(1, 2, 64)), ("scalar", 0.5)])
+def test_a_parameter_of_the_user_keeps_its_first_values(name, first, tmp_path, change):
+    change(name)
+    assert train_here(tmp_path / "run.pt", "--num-steps=1", "--lr=1e-6", "--min-lr=0") == 0
+    gains = [w for name, w in snapshot(tmp_path / "run.pt")["model"].items() if "gain" in name]
+    torch.testing.assert_close(gains, [torch.as_tensor(first)] * len(gains), rtol=0, atol=1e-5)
+    assert gains
+
+
 # ---- files
 
 
