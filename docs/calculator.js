@@ -65,18 +65,6 @@ function peak(s) { // {where, bytes, parts: {kind: bytes}}
   return {where: walk.where, bytes: walk.bytes, parts: walk.most};
 }
 
-function mostCopied(sizes) { // two moments, to float32, by LeanOptimizer; `sizes`: elements
-  let most = 0, room = 0;
-  for (const size of sizes) {
-    for (let left = size; left > 0; left -= AT_A_TIME) {
-      const piece = min(left, AT_A_TIME);
-      room = (piece > room ? AT_A_TIME : room) - piece; // a batch takes pieces while they fit
-      most = max(most, 8 * (AT_A_TIME - room));
-    }
-  }
-  return most;
-}
-
 class Walk {
   constructor(s) {
     const {B, T, H, C, F} = s, N = B * T, amp = low(s), a = 4 - 2 * amp, copies = 2 * amp;
@@ -199,8 +187,8 @@ class Walk {
     const {s, n} = this, muon = s.optimizer === "muon" ? 1 : 0, lean = s.moments === "bfloat16";
     const matrices = this.matrices(n), areas = matrices.map(([rows, columns]) => rows * columns);
     const tables = [s.V, s.positions].map((rows) => ceil(rows / n) * s.C);
-    const adamws = [...tables, ...Array(muon ? 0 : s.L).fill(areas).flat()];
-    let most = lean ? mostCopied(adamws) : 0;
+    const largest = max(...tables, ...(muon ? [] : areas));
+    let most = lean ? 8 * min(largest, AT_A_TIME) : 0; // both moments of a piece, in float32
     // `nesterov_momentum` has gradients, momenta and a mean of both, 4 each, and that in bfloat16, 2; or
     // `orthogonalize`, in float32, what it gets and makes and 3 squares (in factors 5), 4 each.
     for (const [rows, columns] of muon ? matrices : []) {

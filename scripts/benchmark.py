@@ -30,19 +30,19 @@ import shlex
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import profile
 from tqdm import tqdm
 
 from memory import POLICY_NAMES, BlockCallsByPolicy
-from model import MiniGPT, MiniGPTConfig
+from model import MiniGPT
 from planner.cards import CARDS, THIS_MACHINE, choose_card
 from planner.formulas import flops_per_token
 from planner.operators import MATMUL_DTYPES
@@ -71,7 +71,6 @@ from trainer.report import describe_model
 from trainer.run import Run
 
 Row = dict[str, Any]
-ModelFactory = Callable[[MiniGPTConfig], nn.Module]  # the model maps (ids, labels) -> loss
 # Number of steps before the timed steps. The first step compiles the model and makes AdamW's
 # state; the second step uses both.
 WARM_UP = 2
@@ -144,16 +143,14 @@ class RandomTokens:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def make_run(
-    args: argparse.Namespace, device: torch.device, make_model: ModelFactory = MiniGPT
-) -> Run:
+def make_run(args: argparse.Namespace, device: torch.device) -> Run:
     """Return the run that train_step needs; it has neither data files nor a snapshot."""
     config, precision = model_config(args, args.vocab_size), choose_precision(args, device)
     set_matmul_precision(device, args.tf32)
     torch.manual_seed(args.seed)
-    model: Any = make_model(config).to(device).train()
+    model = MiniGPT(config).to(device).train()
     if args.compile:
-        compile_blocks(model) if isinstance(model, MiniGPT) else model.compile()
+        compile_blocks(model)
     tokens: Any = RandomTokens(args, device)
     unused: Any = None  # train_step does not use it
     process, optimizer = OneProcess(device), make_optimizer(model, args, device, precision)
@@ -179,8 +176,8 @@ def recorded_peak(run: Run) -> int:
     each allocation."""
     existing: list[Tensor] = list(run.model.parameters())
     existing += chain(*(state.values() for state in run.optimizer.state.values()))
-    if isinstance(run.model, MiniGPT):  # also count the CPU buffers of offload policies
-        existing += cast(BlockCallsByPolicy, run.model.blocks_with_recompute).offload_pool.buffers
+    # Also count the CPU buffers of offload policies.
+    existing += cast(BlockCallsByPolicy, run.model.blocks_with_recompute).offload_pool.buffers
     with profile(profile_memory=True) as profiler:
         timed_step(run)
     result: Any = profiler.profiler  # read raw events: the profiler's tables have only sums
@@ -193,14 +190,14 @@ def recorded_peak(run: Run) -> int:
     return max(accumulate(sizes, initial=sum(tensor.nbytes for tensor in existing)))
 
 
-def measure(args: argparse.Namespace, make_model: ModelFactory = MiniGPT) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run and time the steps; return a dict with their seconds and the peak memory.
 
     "step_s_all": a list with the seconds of each step; on a GPU a list with one value, the mean of
     all steps. "peak_bytes": the peak in bytes; None if the device does not count it.
     """
     device = choose_device(args.device)
-    run = make_run(args, device, make_model)
+    run = make_run(args, device)
     timed_step(run, WARM_UP)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -2,8 +2,6 @@
 
 command            the question that it answers                                         takes
 tables             what do policies cost, what fits a card, how long may sequences be?  15 minutes
-block_picture      what does each policy keep of a block? (a picture)                   seconds
-gpu                how much time and memory does a step take on a GPU?                  an hour
 calculator_tables  which shapes and cards does docs/calculator.js have?                 a second
 
 README.md has the command for each file in results/, also for files that other programs make.

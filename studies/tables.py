@@ -8,6 +8,7 @@ Every figure is the result of `python -m scripts.plan_memory` for the flags in t
 0. The precision is bfloat16, or float16 on cards that compute faster in float16.
 """
 
+import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -33,8 +34,7 @@ from scripts.plan_table import (
     with_length,
 )
 from scripts.style import about, write_json
-from studies.common import study_parser
-from trainer.flags import SHAPE_BY_MODEL, output_file
+from trainer.flags import SHAPE_BY_MODEL, OneLineParser, output_file
 from trainer.metrics import format_bytes
 
 Rows = list[dict[str, Any]]
@@ -222,7 +222,10 @@ TABLES: dict[str, tuple[Callable, Callable[[Rows], str], list]] = {
 
 @cli_main
 def main(argv: list[str]) -> None:
-    parser = study_parser("studies.tables", __doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(
+        prog="python -m studies.tables", description=__doc__, formatter_class=raw
+    )
     parser.add_argument("table", choices=TABLES, metavar="NAME", help=" or ".join(TABLES))
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write raw numbers there")
     args = parser.parse_args(argv)

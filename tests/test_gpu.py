@@ -1,4 +1,4 @@
-"""What a GPU does is right, and `python -m studies.gpu` measures it.
+"""What a GPU does is right.
 
 `python -m pytest -m gpu` asks a GPU. Without one the same lines run small, on the CPU.
 """
@@ -7,13 +7,13 @@ import os
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from harness.on_gpu import DRY, REAL, Bench, shortage
 from harness.runs import metrics, same, snapshot, torchrun, train
 from test_model import tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,11 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import train_minimal
 from data import TokenFile, TrainBatches
 from memory import POLICY_NAMES
-from model import MiniGPT
 from planner import Planner
 from scripts.benchmark import make_run, timed_step
-from studies import gpu
-from studies.gpu import Bench, shortage
 from trainer.device import choose_precision, without_margin
 from trainer.plan import PlanRequest, step_with_deeper_recompute
 from trainer.run import Run
@@ -52,7 +49,7 @@ def in_order(request):
 
 
 def train_on_it(path: Path, *flags: str) -> int:
-    words = BENCH.pick(f"{gpu.REAL} --vocab-size 50257", gpu.DRY).split()
+    words = BENCH.pick(f"{REAL} --vocab-size 50257", DRY).split()
     torch.rand(len(flags) + 1, device=DEVICE)  # the random state is somewhere else each time
     return train_minimal.main([*words, *RUN, "--checkpoint-path", str(path), *flags])
 
@@ -235,47 +232,3 @@ def test_two_gpus_train_as_one_does(script, tmp_path):
     one, two = (metrics(tmp_path / name) for name in ("one.pt", "two.pt"))
     losses = [[record["train_loss"] for record in records] for records in (one, two)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-
-
-# ---- The study
-
-
-def start(folder: Path, *more: str) -> int:
-    return gpu.main(["--dry-run", "--out", str(folder), *more])
-
-
-def test_a_dry_run_measures_everything(tmp_path):
-    pytest.importorskip("transformers")
-    assert start(tmp_path, "--peer") == 0
-    found = gpu.read(tmp_path / "gpu.jsonl")[1]
-    bench = Bench(True, {"transformers": MiniGPT})
-    assert [*found] == [(part, name) for part, of in gpu.SECTIONS.items() for name, _ in of(bench)]
-    rows = [record["values"] for record in found.values()]
-    ratios = [row["predicted MiB"] / row["MiB"] for row in rows if row.get("predicted ms")]
-    assert len(ratios) == 6 and all(0.5 < ratio < 1.1 for ratio in ratios)
-    assert [row["rescues"] for row in rows if "rescues" in row] == [1] * 4
-    text = (tmp_path / "gpu.md").read_text()
-    assert text.count("\n## ") == 3 and "\n| transformers --batch-size 2 --compile | " in text
-    assert start(tmp_path) == 0 and gpu.read(tmp_path / "gpu.jsonl")[1] == found  # once is enough
-
-
-def test_what_failed_is_tried_again_and_last(monkeypatch, tmp_path):
-    """Of turns the medians are shown, of values those that are there."""
-    results: dict[str, Any] = {f"a, turn {i}": {"ms": ms} for i, ms in enumerate((3.0, 1.0, 2.5))}
-    results |= {"full": torch.OutOfMemoryError("CUDA out of memory."), "b": {"HFU": 0.381}}
-    results |= {"bad": ValueError("a\nbug"), "dies": KeyboardInterrupt(), "c": {"ms": 1234.5}}
-    acts = {name: Mock(side_effect=2 * [result]) for name, result in results.items()}
-    monkeypatch.setattr(gpu, "SECTIONS", {"tried": lambda bench: acts.items()})
-    file = tmp_path / "new" / "gpu.jsonl"
-    assert start(file.parent) == 130 and not acts["c"].called
-    file.write_text(file.read_text() + '{"section": "tried", "na')  # cut short
-    assert start(file.parent) == 130 and acts["c"].called
-    assert [name for name, act in acts.items() if act.call_count == 2] == ["bad", "dies"]
-    lines = gpu.report(*gpu.read(file)).splitlines()
-    assert "|  | ms | ms apart | out of memory | HFU | error |" in lines
-    assert {
-        "| a | 2.500 | 2.000 |  |  |  |",
-        "| full |  |  | yes |  |  |",
-        "| bad |  |  |  |  | ValueError: a bug |",
-        "| dies |  |  |  |  | it ended the process |",
-    } <= {*lines}

@@ -11,12 +11,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from memory import POLICY_NAMES
 from planner.timeline import KINDS
 from scripts import memory_timeline, plot_metrics
 from scripts.memory_page import along_flops
 from scripts.style import COLORS, save_picture
-from studies import block_picture
 
 SHAPE = "--n-layers 2 --n-heads 2 --d-model 32 --seq-len 32 --batch-size 8".split()
 TINY = [*SHAPE, *"--vocab-size 997 --loss-chunks 2 --device cpu --amp-dtype bfloat16".split()]
@@ -194,11 +192,6 @@ def faults(plt, figure) -> list[str]:
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_timeline_can_be_read(plt, model):
     assert faults(plt, memory_timeline.draw(plt, *recorded(model.split()))) == []
-
-
-def test_block_can_be_read(plt):
-    blocks = dict.fromkeys(POLICY_NAMES, block_picture.look("full"))
-    assert faults(plt, block_picture.draw(plt, blocks)) == []
 
 
 @pytest.mark.parametrize("runs", [1, 22])

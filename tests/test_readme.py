@@ -113,7 +113,7 @@ SMALL = {
     "scripts.kept_tensors": "--seq-len 16",
 }
 # They have tests of their own.
-ELSEWHERE = {"studies.block_picture", "studies.gpu", "studies.tables", "scripts.lesson", "pytest"}
+ELSEWHERE = {"studies.tables", "scripts.lesson", "pytest"}
 
 
 def commands() -> list[str]:

@@ -4,7 +4,9 @@ commands that make it. Results that were made once do not follow the code.
 
 import argparse
 import json
+import re
 import shlex
+from dataclasses import replace
 
 import pytest
 from harness.runs import ROOT
@@ -15,8 +17,8 @@ from model import MiniGPTConfig
 from planner.formulas import count_parameters
 from scripts import memory_timeline
 from scripts.kept_tensors import kept_by_one_block
-from studies import block_picture, tables
-from studies.block_picture import BATCH_SIZE, SEQ_LEN
+from scripts.style import relative_flops
+from studies import tables
 
 FOLDER = ROOT / "studies/results"
 PAGE = (ROOT / "studies/README.md").read_text("utf-8")
@@ -39,7 +41,8 @@ COMMANDS = [shlex.split(line, comments=True)[1:] for line in BLOCK.splitlines()]
 
 def test_the_page_has_the_command_of_each_file():
     made = {word.removeprefix("studies/results/"): words for words in COMMANDS for word in words}
-    once = {"memory_page.png", *(f"{name}.json" for name in MADE_ONCE)}  # (a screenshot)
+    once = {"memory_page.png", "block_policies.png"}  # (a screenshot; made once)
+    once |= {f"{name}.json" for name in MADE_ONCE}
     assert {path.name for path in FOLDER.iterdir()} - once == {
         name for name in made if name.endswith((".png", ".json"))
     }
@@ -100,19 +103,34 @@ def test_the_first_table_is_what_was_predicted():
     state, gradients = (n * count_parameters(GPT2_SMALL) / 2**20 for n in (12, 4))
     assert f"\n{state:,.0f} MiB of each figure are the weights" in README
     assert f" at its end\n{gradients:,.0f} MiB. " in README
-    assert f"[{block_picture.step_cost('full'):.2f} times the FLOPs]" in README
+    assert f"[{step_flops('full'):.2f} times the FLOPs]" in README
 
 
-def test_the_ladder_is_what_was_predicted(blocks):
+@pytest.fixture(scope="module")
+def kept():
+    """policy -> what a block keeps for backward, in BTC (without autocast's copies of weights)"""
+    args = argparse.Namespace(batch_size=2, seq_len=1024, d_model=768, n_heads=12, no_amp=False)
+    listed = {policy: kept_by_one_block(policy, args) for policy in POLICY_NAMES}
+    return {
+        policy: sum(s.nbytes for s in some if s.shape[0] in (2, 2 * 1024)) / (2 * 1024 * 768)
+        for policy, some in listed.items()
+    }
+
+
+def step_flops(policy: str) -> float:
+    return relative_flops(replace(GPT2_SMALL, recompute=policy), 1024)
+
+
+def test_the_ladder_is_what_was_predicted(kept):
     """What a block keeps, in whole BTC; peaks, FLOPs and times of a step."""
     rows = {row[0].strip("`"): row[1:] for row in cells(DOCS["ladder.md"], "| policy | keeps")}
     small, large, *times = map(figures_of, ("124M, B=12", "1.5B, B=4", *tables.CLOCKS))
     assert rows.keys() == {*POLICY_NAMES, "full/2"}
     for rung, (keeps, *figures) in rows.items():
         wanted = [f"{small[rung]:,.0f}", f"{large[rung]:,.0f}"]
-        wanted += [f"{x:.2f}" for x in (block_picture.step_cost(rung), *(t[rung] for t in times))]
+        wanted += [f"{x:.2f}" for x in (step_flops(rung), *(t[rung] for t in times))]
         assert figures == wanted
-        assert rung not in blocks or keeps == f"{block_picture.kept_btc(blocks[rung]):.0f}"
+        assert rung not in kept or keeps == f"{kept[rung]:.0f}"
 
 
 def test_the_ladder_shows_a_policy_as_it_is():
@@ -132,26 +150,11 @@ def test_the_pictures_peaks_are_what_the_planner_says():
         assert f"{name}: {record.step_memory.peak:,} bytes".encode() in picture, REMAKE
 
 
-@pytest.fixture(scope="module")
-def blocks():
-    return {policy: block_picture.look(policy) for policy in POLICY_NAMES}
-
-
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_a_block_is_drawn_as_it_is(policy, blocks):
-    """What is kept is what a model of two blocks keeps more than one of one (without autocast's
-    copies of weights)."""
-    flags = {"batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "d_model": 768, "n_heads": 12}
-    listed = kept_by_one_block(policy, argparse.Namespace(**flags, no_amp=False))
-    kept = [s.nbytes for s in listed if s.shape[0] in (BATCH_SIZE, BATCH_SIZE * SEQ_LEN)]
-    assert sum(t.bytes for t in blocks[policy] if t.state == "#") == sum(kept)
-
-
-def test_a_picture_carries_its_table(tmp_path, capsys, blocks, monkeypatch, plt):
-    """The one that it was drawn from; the committed picture as well."""
-    monkeypatch.setattr(block_picture, "look", blocks.get)
-    file, text = tmp_path / "block.png", block_picture.text_table(blocks)
-    assert block_picture.main(["--out", str(file)]) == 0
-    assert capsys.readouterr().out == f"{text}\n"
-    for picture in (file, FOLDER / "block_policies.png"):
-        assert text.encode("latin-1") in picture.read_bytes(), REMAKE
+def test_the_picture_of_a_block_is_still_right(kept):
+    """It carries its table, whose last rows are sums. (A later policy needs no column.)"""
+    text = (FOLDER / "block_policies.png").read_bytes().decode("latin-1")
+    starts = r"\|  \| BTC", r"kept per block \(BTC\) \| ", "FLOPs of a step \\| "
+    policies, *rows = (re.search(rf"{start} \| (.*) \|", text)[1].split(" | ") for start in starts)
+    assert "none" in policies and {*policies} <= {*POLICY_NAMES}
+    today = [[f"{kept[name]:.1f}", f"{step_flops(name):.2f}"] for name in policies]
+    assert [*map(list, zip(*rows, strict=True))] == today

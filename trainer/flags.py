@@ -54,7 +54,6 @@ REPLACED_FLAGS = {
     "--eval-batches": "--eval-tokens 16K says how many tokens validate, at any batch size",
     "--largest-batch": "scripts.plan_memory names it; --batch-size measures it",
     "--memory-viz": "python -m scripts.memory_page shows it",
-    "--peer": "python -m studies.gpu --peer measures beside transformers",
     "--recompute-layers": "now --use-activation-checkpoint POLICY:N",
     "--recompute-rest": "now --use-activation-checkpoint POLICY:N,POLICY",
     "--recompute-group": "now --use-activation-checkpoint full/K",
