@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 # KV cache of a layer: [] or [keys, values], each (B, H, tokens so far, D). None: no cache.
 KVCache = list[Tensor] | None
+DRAWN_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Conv1d)
 # The package memory/; None if missing. (Another package may have this name: hence the `hasattr`.)
 MEMORY_PACKAGE: Any = importlib.util.find_spec("memory") and importlib.import_module("memory")
 
@@ -144,12 +145,6 @@ class Block(nn.Module):
         return self.mlp.c_proj(F.gelu(wide, approximate="tanh"))
 
 
-def is_torch_layer(module: nn.Module) -> bool:
-    """Return whether a module is a layer of torch, such as nn.Linear, or a subclass of one."""
-    bases = {base.__module__ for base in type(module).__mro__} - {nn.Module.__module__}
-    return any(base.startswith("torch.nn.modules.") for base in bases)
-
-
 def blocks_with_recompute(model: Any) -> Iterable[tuple[Callable[..., Tensor], bool]]:
     """Return (block, recompute) for each block. MiniGPT.forward checkpoints it if `recompute`."""
     recompute = model.training and model.config.recompute == "full"
@@ -227,13 +222,13 @@ class MiniGPT(nn.Module):
 
         For c_proj, the deviation is 0.02 / sqrt(2 n_layers): otherwise the variance of the residual
         stream would grow with depth. The CPU draws, so a seed gives the same weights on any device.
-        `shard_like(full, weight)` returns this rank's rows of the full tensor (train_fsdp.py). An
-        nn.Parameter that is in no layer of torch keeps its first values."""
+        `shard_like(full, weight)` returns this rank's rows of the full tensor (train_fsdp.py). All
+        parameters outside of DRAWN_LAYERS keep their first values."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
         for layer_name, layer in self.named_modules():
             std = residual_std if layer_name.endswith("c_proj") else 0.02
             own = layer.named_parameters(recurse=False)
-            for name, parameter in own if is_torch_layer(layer) else ():
+            for name, parameter in own if isinstance(layer, DRAWN_LAYERS) else ():
                 if parameter.dim() > 1:
                     full = torch.empty(parameter.shape).normal_(std=std)
                     parameter.copy_(shard_like(full, parameter))

@@ -170,12 +170,12 @@ def test_the_memory_of_a_changed_model_is_planned(name, ways, change):
         assert planner(config).step(16).peak == pytest.approx(measured, rel=0.003), policy
 
 
-@pytest.mark.parametrize("name", ["buffer", "attribute", "empty", "tied"])
+@pytest.mark.parametrize("name", ["buffer", "attribute", "empty", "prelu", "tied"])
 def test_a_tensor_that_would_be_lost_is_refused(name, tmp_path, change, capfd):
     """Models are made without memory."""
     change(name)
     line = refused(train_here(tmp_path / "run.pt"), capfd)
-    assert re.search("model.py: .*(angles would be lost|bias is in two modules)", line)
+    assert re.search("model.py: .*((angles|weight) would be lost|bias is in two modules)", line)
     assert not any(tmp_path.iterdir())
 
 

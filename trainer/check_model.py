@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memory import policies
 from memory.sequence import SequenceShard
-from model import MiniGPT, MiniGPTConfig, is_torch_layer
+from model import DRAWN_LAYERS, MiniGPT, MiniGPTConfig
 
 from .flags import UsageError
 from .process import OneProcess
@@ -45,8 +45,8 @@ TensorByName = dict[str, Tensor]
 class EmptyOnMeta(TorchFunctionMode):
     """Context in which torch.empty makes tensors on device "meta", where they take no memory.
 
-    torch's layers allocate their weights with torch.empty. Parameters that model.py makes with
-    other functions, such as torch.ones, keep their values.
+    torch's layers make their weights with torch.empty, and MiniGPT.init_weights draws their values.
+    Parameters that model.py makes with other functions, such as torch.ones, keep their values.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,10 +72,10 @@ def make_model_without_memory(config: MiniGPTConfig) -> MiniGPT:
         for name, weight in module.named_parameters(recurse=False):
             if weight in seen:
                 raise UsageError(f"model.py: {name} is in two modules: share one module instead")
-            if weight.is_meta != is_torch_layer(module):
+            if weight.is_meta != isinstance(module, DRAWN_LAYERS):
                 raise UsageError(
                     f"model.py: the first values of {name} would be lost: make it with torch.ones, "
-                    "torch.zeros or torch.randn, in a class that is no layer of torch"
+                    f"torch.zeros or torch.randn, outside of {type(module).__name__}"
                 )
             seen.add(weight)
     return model

@@ -164,6 +164,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             "buffer": "register_buffer('angles', torch.ones(3), persistent=False)",
             "attribute": "angles = torch.ones(3)",
             "empty": "angles = nn.Parameter(torch.empty(3))",
+            "prelu": "angles = nn.PReLU()",
             "tied": "ln_f.bias = self.blocks[0].ln_1.bias",
         }.items()
     },
