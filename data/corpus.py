@@ -64,8 +64,8 @@ class TextCorpus:
     @property
     def splits_each_file(self) -> bool:
         """True if the end of each file is for validation: see `iter_chunked_documents`."""
-        has_lines = ".jsonl" in map(suffix_of, self.train_paths)
-        return not (self.val_paths or has_lines) and len(self.train_paths) * self.val_ratio < 1
+        is_short = len(self.train_paths) * self.val_ratio < 1
+        return is_short and not self.val_paths and ".jsonl" not in map(suffix_of, self.train_paths)
 
     def iter_chunked_documents(self, split: str) -> Iterator[Iterator[str]]:
         """Yield the documents of a split, "train" or "val". Each document is an iterator over
@@ -89,17 +89,21 @@ class TextCorpus:
         """Name and size of the text, which are a part of meta.json. Reads all text, to find errors
         before a bpe is trained. Raises DataError for an error in the text, and if a split is
         certainly too short."""
-        counts = {"train": 0, "val": 0}  # numbers of documents
-        n_bytes = {"train": 0, "val": 0}
-        for split in counts:
-            for document in self.iter_chunked_documents(split):
-                counts[split] += 1
-                n_bytes[split] += sum(len(chunk.encode("utf-8", "replace")) for chunk in document)
-        for split in counts:
-            # Each token has at least one byte, except <|endoftext|> before a document.
-            most = n_bytes[split] + counts[split]
-            check_length(min(most, self.max_tokens or most), self.seq_len, split)
-        n_documents = counts["train"] if self.splits_each_file else sum(counts.values())
+        # The largest number of tokens that each document can have. A token has at least one byte,
+        # except <|endoftext|>, which is before the document.
+        largest = {
+            split: np.fromiter(
+                (
+                    1 + sum(len(chunk.encode("utf-8", "replace")) for chunk in document)
+                    for document in self.iter_chunked_documents(split)
+                ),
+                np.int64,
+            )
+            for split in ("train", "val")
+        }
+        for split, counts in largest.items():
+            check_length(min(counts.sum(), self.max_tokens or sys.maxsize), self.seq_len, split)
+        n_documents = len(largest["train"]) + len(largest["val"]) * (not self.splits_each_file)
         size = sum(path.stat().st_size for path in self.train_paths + self.val_paths)
         return {"corpus": self.label, "documents": n_documents, "bytes": size}
 
@@ -112,9 +116,11 @@ class TextCorpus:
         """Return the cache folder for this text and a tokenizer. `tokenizer`: the tokenizer's
         fingerprint, or the settings of a bpe that is trained on the text."""
         split = "given" if self.val_paths else self.val_ratio
-        # (The key "text" is left out, so the caches of older versions stay valid.)
-        parts = [self.content_hashes, tokenizer, split, self.max_tokens, self.text_key]
-        return self.cache_dir / cache_key(*parts[: -1 if self.text_key == "text" else None])
+        # (The usual key is left out: so runs and caches of older versions have the same names.)
+        text_key = () if self.text_key == "text" else (self.text_key,)
+        return self.cache_dir / cache_key(
+            self.content_hashes, tokenizer, split, self.max_tokens, *text_key
+        )
 
     def load(self, tokenizer: Tokenizer | None) -> Dataset:
         """Load the ids from the cache. If the cache does not have them, encode the text first.
@@ -246,13 +252,23 @@ def load_dataset(
         if tokenizer is None or tokenizer.name != name:
             tokenizer = None if name == "bpe" else load_tokenizer(name)
         if is_tokens and tokenizer:
-            sizes = val_ratio, max_tokens, seq_len
-            return _dataset_of_token_files(train, val, *sizes, tokenizer, say)
+            return _dataset_of_token_files(
+                train, val, val_ratio, max_tokens, seq_len, tokenizer, say
+            )
         built_in = f"Python {platform.python_version()} standard library"
         name = describe_paths(train_data) if train_data else built_in
-        sizes = val_ratio, max_tokens, vocab_size or 1024, seq_len
-        corpus = TextCorpus(name, train, val, *sizes, text_key or "text", cache_dir, say)
-        return corpus.load(tokenizer)
+        return TextCorpus(
+            label=name,
+            train_paths=train,
+            val_paths=val,
+            val_ratio=val_ratio,
+            max_tokens=max_tokens,
+            vocab_size=vocab_size or 1024,
+            seq_len=seq_len,
+            text_key=text_key or "text",
+            cache_dir=cache_dir,
+            say=say,
+        ).load(tokenizer)
 
 
 def check_vocab_size_flag(vocab_size: int, tokenizer_name: str) -> None:

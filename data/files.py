@@ -39,9 +39,9 @@ def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
             files += inside
             skipped += others
         if len(files) == n_before:
-            suffixes = describe_suffix_counts(skipped) or "hidden and empty ones are not counted"
             raise DataError(
-                f"{flag} {name}: no text or token file in this folder ({suffixes}); "
+                f"{flag} {name}: no text or token file in this folder "
+                f"({describe_suffix_counts(skipped) or 'hidden and empty ones are not counted'}); "
                 f"{ANY_SUFFIX_HINT}"
             )
     paths: dict[Path, Path] = {}  # file -> the first path that leads to it

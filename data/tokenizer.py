@@ -79,8 +79,9 @@ class Tokenizer:
         # for speed and with the same matches, but older snapshots must still be accepted.
         content = format_ranks(ranks) + json.dumps(special, sort_keys=True)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
-        self._bytes = {rank: token for token, rank in ranks.items()}
-        self._bytes |= {rank: text.encode() for text, rank in special.items()}
+        self._bytes = {rank: token for token, rank in ranks.items()} | {
+            rank: text.encode() for text, rank in special.items()
+        }
         if not all(bytes([byte]) in ranks for byte in range(256)):
             raise DataError("no byte-level BPE: not every byte has an id")
         is_unique = len(self._bytes) == len(ranks) + len(special)  # (else tiktoken would panic)

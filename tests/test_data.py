@@ -14,12 +14,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, mock_open, patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -46,6 +46,7 @@ from data import documents as documents_module
 from data.batches import hash_ids
 from data.documents import iter_text_chunks
 from data.files import find_files
+from data.store import locked
 from data.tokenizer import (
     GPT2_PATTERN,
     format_ranks,
@@ -370,35 +371,31 @@ def kept(tmp_path_factory) -> tuple[Path, Path, dict[Path, bytes]]:
     return folder / "x.txt", folder / "cache", files
 
 
-def check_is_built_anew(kept) -> None:
-    """The folder that is not as it was, with a line for it; then all is as it was."""
+flips = st.tuples(st.integers(0, 10**6), st.integers(0, 7))
+
+
+@row("a bit of the token cache")
+@settings(max_examples=160)
+@given(
+    st.integers(0, 5),
+    flips | st.sampled_from([None, b"", b"[]", b"[" * 99_999, b'{"sha256": 1}']),
+)
+def test_what_is_no_cache_is_built_anew(kept, number, damage) -> None:
+    """A folder in which a file is not as it was (one bit is another) is built anew, with a line
+    for it; then all is as it was."""
     path, cache, files = kept
+    damaged = list(files)[number]
+    content = bytearray(damaged.read_bytes())
+    damaged.unlink()
+    if isinstance(damage, tuple):
+        content[damage[0] % len(content)] ^= 1 << damage[1]
+    if damage is not None:
+        damaged.write_bytes(content if isinstance(damage, tuple) else damage)
     lines: list[str] = []
     start(cache, path, say=lines.append)
     assert "".join(lines).count("is incomplete, damaged or of an older version: built an") == 1
     assert {path: path.read_bytes() for path in cache.glob("*/*")} == files
     start(cache, path, say=never)
-
-
-@row("a bit of the token cache")
-@settings(max_examples=80)
-@given(st.integers(0, 5), st.integers(0, 10**6), st.integers(0, 7))
-def test_a_flipped_bit_in_the_cache_is_noticed(kept, number, position, bit) -> None:
-    path = list(kept[2])[number]
-    content = bytearray(path.read_bytes())
-    content[position % len(content)] ^= 1 << bit
-    path.write_bytes(content)
-    check_is_built_anew(kept)
-
-
-@pytest.mark.parametrize("number", range(6))
-@pytest.mark.parametrize("content", [None, b"", b"[]", b"[" * 99_999, b'{"sha256": 1}'])
-def test_what_is_no_cache_is_built_anew(kept, number, content) -> None:
-    path = list(kept[2])[number]
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
-    check_is_built_anew(kept)
 
 
 def test_a_name_follows_from_content_tokenizer_and_split(cache, text, tmp_path) -> None:
@@ -470,65 +467,52 @@ def test_processes_that_race_build_once_also_after_one_was_killed(cache, text, t
 
 @pytest.mark.parametrize("content", [b"", b"five!", b"PK\x03\x04\xff"])
 def test_a_text_is_checked_before_a_lock_is_waited_for(cache, text, content) -> None:
-    """And before a BPE is trained; and another text has another lock."""
-    fcntl = pytest.importorskip("fcntl")
-    other = Path(shutil.copy(text, text.with_name("other.txt")))
+    """And before a BPE is trained."""
     text.write_bytes(content)
-    start(cache, other)
-    with ExitStack() as held:
-        for path in cache.glob(".lock*"):
-            fcntl.flock(held.enter_context(open(path, "a")), fcntl.LOCK_EX)
-        with pytest.raises(DataError, match="17 training tokens|an archive"):
-            start(cache, text, seq_len=16, say=never)
-        other.write_text(MORE)
-        start(cache, other)
+    with patch("data.store.locked", never), pytest.raises(DataError, match="17 trai|an archive"):
+        start(cache, text, seq_len=16, say=never)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the module is imported already
 def test_the_cache_can_lie_elsewhere(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("MINIGPT_CACHE", "elsewhere")
-    with pytest.warns(RuntimeWarning):  # (the module is imported already)
-        assert runpy.run_module("data.files")["CACHE_DIR"] == tmp_path / "elsewhere"
+    assert runpy.run_module("data.files")["CACHE_DIR"] == tmp_path / "elsewhere"
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no locks to be without")
 @pytest.mark.parametrize(
-    ("function", "number", "named", "says"),
+    ("function", "error", "says"),
     [
         *(
-            ("fcntl.flock", number, "", None)
+            ("fcntl.flock", OSError(number, os.strerror(number)), None)
             for number in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
         ),
         (
             "fcntl.flock",
-            errno.EIO,
-            "",
-            "cache: .*there, or to the folder that MINIGPT_CACHE names$",
+            OSError(errno.EIO, "I/O"),
+            "^cache: I/O; .* folder that MINIGPT_CACHE names$",
         ),
-        ("pathlib.Path.mkdir", errno.EROFS, "cache", "cache: Read-only .* MINIGPT_CACHE names$"),
-        ("os.scandir", errno.EACCES, "in", "/in: Permission denied$"),
-        ("data.documents.open", errno.EIO, "", "cannot read .*/in/x.txt: Input/output error$"),
+        (
+            "pathlib.Path.mkdir",
+            OSError(errno.EROFS, "R/O", "cache"),
+            "^cache: R/O; .* MINIGPT_CACHE",
+        ),
+        ("os.scandir", OSError(errno.EACCES, "denied", "in/sub"), "^in/sub: denied$"),
     ],
 )
-def test_errors_of_the_system(cache, text, monkeypatch, function, number, named, says) -> None:
-    """The line names the file. On a disk without locks the cache is built without one, and what
-    another process is writing stays."""
-    pytest.importorskip("fcntl")
-    folder = text.with_name("in")
-    folder.mkdir()
-    text.rename(folder / "x.txt")
-    run = start(cache, folder)
-    of_others = [path.rename(path.with_name(f".tmp-{path.name}-x")) for path in cache.glob("[!.]*")]
-    path = [str(text.with_name(named))] if named else []  # (a read does not name its file)
-    fail = Mock(side_effect=OSError(number, os.strerror(number), *path))
-    if function == "data.documents.open":  # a file that opens, and cannot be read
-        fail_to_read, fail = fail, mock_open()
-        fail.return_value.read = fail_to_read
-    monkeypatch.setattr(function, fail, raising=False)
-    if says is None:
-        assert read(start(cache, folder)) == read(run) and len(of_others) == 2
-        assert all(path.exists() for path in of_others)
-        return
-    with pytest.raises(DataError, match=says):
-        start(cache, folder)
+def test_errors_of_a_disk(monkeypatch, function, error, says) -> None:
+    """A disk without locks gets none, and what another process writes there stays. An error that
+    comes from the cache says how to move it. (And another text has another lock.)"""
+    write("in/x.txt")
+    cache = Path("cache")
+    with locked(cache / "of another", never):
+        run = start(cache, Path("in"), say=lambda line: "waiting" in line and never(line))
+    of_others = [path.rename(cache / f".tmp-{path.name}-x") for path in cache.glob("[!.]*")]
+    monkeypatch.setattr(function, Mock(side_effect=error))
+    with pytest.raises(DataError, match=says) if says else nullcontext():
+        again = start(cache, Path("in"))
+        assert again.fingerprint == run.fingerprint and "".join(read(again)) == "this is in/x.txt"
+    assert len(of_others) == 2 and all(path.exists() for path in of_others)
 
 
 # ---- Batches: every window once an epoch, a pure function of the index

@@ -5,6 +5,7 @@ What a case is, and a table for each subject. Those in snapshots and places: bad
 
 import io
 from collections.abc import Callable
+from glob import glob
 from pathlib import Path
 from typing import NamedTuple
 
@@ -250,6 +251,10 @@ TEXTS = {
     "empty name": data("--train-data=", "--train-data : no such file or folder"),
     "a very long name": data("--train-data=" + "n" * 5000, "nnn: File name too long"),
     "a device": data("--train-data=/dev/zero", "--train-data /dev/zero: not a regular file"),
+    **{  # on Linux, a regular file that opens, and whose first byte cannot be read
+        f"unreadable: {path}": data(f"--train-data={path}", f"cannot read {path}: Input/output err")
+        for path in glob("/proc/self/mem")
+    },
     "pictures": data("--train-data=.", "--train-data .: no text or token f", {"x.png": b"\x89PNG"}),
     "validation": data(
         "--train-data x.txt --val-data=y.txt", "y.txt: not UTF-8 at", X | {"y.txt": b"a\xff"}
