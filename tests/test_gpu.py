@@ -197,7 +197,8 @@ def test_offload_is_the_last_way_out():
 def test_python_does_not_wait_in_a_step(flags, tmp_path):
     run, file = after(2, flags), tmp_path / "ids.npy"
     np.save(file, np.arange(50 * run.args.seq_len, dtype=np.uint16) % 64)
-    run.training_batches = TrainBatches([TokenFile.from_path(file)], 2, run.args.seq_len, 0, DEVICE)
+    ids = TokenFile.from_path(file, 64)
+    run.training_batches = TrainBatches([ids], 2, run.args.seq_len, 0, DEVICE)
     timed_step(run)  # from a file, as in a true run
     run.step += 1
     with warnings.catch_warnings(record=True) as caught:

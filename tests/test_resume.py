@@ -297,6 +297,8 @@ def test_a_text_that_has_moved_or_was_edited_is_gone_on_with(cache, path, monkey
     assert resume_alone(path, f"--train-data={text.name}") == 2
     says = r"error: --train-data: .* \(--train-data\); the data must stay the same"
     assert re.match(says, capsys.readouterr().err) and same(snapshot(path), before)
+    assert resume_alone(path, "--text-key=words") == 2  # also where it makes no difference
+    assert "(--text-key); the data must stay the same" in capsys.readouterr().err
     moved = text.rename(text.with_name("moved.txt"))
     assert resume_alone(path) == 2
     assert capsys.readouterr().err == f"error: --train-data {text}: no such file or folder\n"

@@ -21,8 +21,8 @@ FIXED_FLAGS = (
 ).split()
 # Flags that choose the data of a run.
 DATA_FLAGS = (
-    "train_data val_data val_ratio tokenizer_name vocab_size use_toy_data max_tokens".split()
-)
+    "train_data val_data val_ratio text_key tokenizer_name vocab_size use_toy_data max_tokens"
+).split()
 # Flag -> flags that it replaces. If the flag is typed now, the snapshot's values of the replaced
 # flags are dropped.
 DROPPED_IF_TYPED = {
