@@ -46,7 +46,7 @@ from scripts.style import about, describe_about
 from studies.common import study_parser
 from trainer.flags import UsageError, model_config, with_flags
 from trainer.metrics import read_metrics
-from trainer.plan import PlanRequest, step_with_deeper_recompute
+from trainer.plan import PlanRequest, deeper_policies
 from trainer.run import Run, is_out_of_memory
 
 Values = dict[str, Any]
@@ -249,10 +249,7 @@ def rescued_step(bench: Bench, policy: str, in_holes: bool) -> Values:
         request.planner.step(args.batch_size, recompute=name).peak for name in (policy, "full")
     ]
     run = make_run(args, bench.device)
-    run.snapshot_metadata, run.predict_step_with_less_memory = (
-        {"config": {}},
-        partial(step_with_deeper_recompute, request),
-    )
+    run.snapshot_metadata, run.policies = {"config": {}}, deeper_policies(request, policy)
     timed_step(run, WARM_UP)
     before = 1000 * timed_step(run, args.steps)
     with shortage(bench, run.step + 1, sum(peaks) // 2, in_holes) as begun:
