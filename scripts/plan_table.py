@@ -244,7 +244,7 @@ def if_memory_runs_out(candidate: Candidate | None) -> Iterator[Candidate]:
         )
         policies, kind = deeper_policies(request, candidate.name), request.device.type
         while policies := policies_to_try(policies, kind, share=share):
-            yield candidate_of(request, use_activation_checkpoint=policies[0].policy)
+            yield candidate_of(request, use_activation_checkpoint=policies[0][0])
 
 
 # ---- The longest sequence

@@ -190,7 +190,7 @@ def test_offload_is_the_last_way_out():
     """Of a GPU, which need not be there to be planned for."""
     args = Bench(dry=True).args("--n-layers 4 --seq-len 256 --batch-size 8")
     question = PlanRequest(args, args.vocab_size, torch.device("cuda"), torch.bfloat16)
-    ways = [planned.policy for planned in deeper_policies(question, "none")]
+    ways = [policy for policy, _ in deeper_policies(question, "none")]
     assert len(ways) > 2 and [way for way in ways if "offload" in way] == ways[-1:]
 
 

@@ -260,7 +260,7 @@ def test_what_a_run_takes_when_memory_runs_out(flags):
     name, expected, share = answer.json["takes"], [], 0.75 if asked.shard_degree > 1 else 1
     policies = deeper_policies(asked, name)
     while policies := policies_to_try(policies, asked.device.type, share=share):
-        name, batch_size = policies[0].policy, asked.args.batch_size
+        (name, _), batch_size = policies[0], asked.args.batch_size
         step = asked.planner.step(batch_size, recompute=name)
         seconds = asked.seconds(step) if asked.card else None
         expected.append({"policy": name, "peak_bytes": step.peak, "seconds": seconds})

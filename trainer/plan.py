@@ -447,11 +447,7 @@ def vocab_size_of(args: argparse.Namespace) -> int:
 # ---- the plan of a run
 
 
-class PolicyPeak(NamedTuple):
-    """A recompute policy and its predicted peak."""
-
-    policy: str
-    peak: int  # bytes
+PolicyPeak = tuple[str, int]  # a recompute policy, and its predicted peak in bytes
 
 
 class MemoryPlan(NamedTuple):
@@ -538,11 +534,8 @@ def plan_on_this_rank(
     if failed := process.last_failed_policy():
         config = config_after_out_of_memory(request, config, failed)
         words += f"memory ran out with {failed}; it goes on with {config.recompute}\nmemory   "
-    prediction, peaks = predict_and_describe_peaks(request, process, config)
-    policies: list[PolicyPeak] = []
-    with suppress(Exception):  # a failed prediction must not stop training
-        policies = deeper_policies(request, config.recompute)
-    return MemoryPlan(config, words + prediction, peaks, policies)
+    prediction, *peaks_and_policies = predict_and_describe_peaks(request, process, config)
+    return MemoryPlan(config, words + prediction, *peaks_and_policies)
 
 
 def config_after_out_of_memory(
@@ -552,11 +545,10 @@ def config_after_out_of_memory(
     policy `failed`. If no policy needs less memory, or planning fails, keep `failed`."""
     policy = failed
     with suppress(Exception):
-        own, *_ = deeper_policies(request, config.recompute)
-        policies, kind = deeper_policies(request, failed), request.device.type
-        next_policy, *_ = policies_to_try(policies, kind, share=RESTART_SHARE_OF_FAILED_PEAK)
+        policies, share = deeper_policies(request, failed), RESTART_SHARE_OF_FAILED_PEAK
+        names = [name for name, _ in policies_to_try(policies, request.device.type, share=share)]
         # `auto` may have chosen a policy that needs even less memory: the policy of `config`.
-        policy = min(next_policy, own, key=lambda planned: planned.peak).policy
+        policy = config.recompute if config.recompute in names else names[0]
     return replace(config, recompute=policy)
 
 
@@ -568,17 +560,14 @@ def deeper_policies(request: PlanRequest, policy: str) -> list[PolicyPeak]:
     last, with which saved tensors wait in CPU memory. Raises all errors of planning: for example,
     fake tensors may not work with the model.
     """
-    planner, batch_size, on_gpu = (
-        request.planner,
-        request.args.batch_size,
-        request.device.type == "cuda",
-    )
-    last_resorts = [*nested_checkpoint_policies(request.args.n_layers), *[OFFLOAD_POLICY] * on_gpu]
+    planner, batch_size = request.planner, request.args.batch_size
+    last_resorts = nested_checkpoint_policies(request.args.n_layers)
+    last_resorts += [OFFLOAD_POLICY] * (request.device.type == "cuda")
     steps = simulate_policies_fastest_first(planner, batch_size, request.card)
     steps += [planner.step(batch_size, recompute=name) for name in last_resorts]
     peak = planner.step(batch_size, recompute=policy).peak
-    frontier = [PolicyPeak(step.config.recompute, step.peak) for step in pareto_frontier(steps)]
-    return [PolicyPeak(policy, peak), *(planned for planned in frontier if planned.peak < peak)]
+    smaller = [step for step in pareto_frontier(steps) if step.peak < peak]
+    return [(policy, peak), *((step.config.recompute, step.peak) for step in smaller)]
 
 
 def policies_to_try(
@@ -597,8 +586,8 @@ def policies_to_try(
     """
     (_, failed), *deeper = policies
     limit = MemoryBudget(int(share * min(failed, seen or failed)), device_type).usable_bytes or 0
-    resident = [planned for planned in deeper if planned.policy != OFFLOAD_POLICY]
-    fitting = [planned for planned in resident if planned.peak <= limit] or resident[-1:]
+    resident = [(policy, peak) for policy, peak in deeper if policy != OFFLOAD_POLICY]
+    fitting = [(policy, peak) for policy, peak in resident if peak <= limit] or resident[-1:]
     return fitting + deeper[len(resident) :]
 
 
@@ -625,11 +614,13 @@ def choose_fitting_step(request: PlanRequest) -> StepMemory:
 
 def predict_and_describe_peaks(
     request: PlanRequest, process: OneProcess, config: MiniGPTConfig
-) -> tuple[str, tuple[int, int] | None]:
-    """Predict the memory of a step. Return (text for the user, with warnings; predicted peaks).
+) -> tuple[str, tuple[int, int] | None, list[PolicyPeak]]:
+    """Predict the memory of a step. Return (text for the user, with warnings; predicted peaks;
+    result of `deeper_policies`).
 
     The peaks are two numbers of bytes: the peak with the policy of `config`, and the peak with
-    `none`. If the prediction fails, None replaces the two numbers. Raises PredictedOutOfMemory.
+    `none`. If the prediction fails, None replaces the two numbers, and the list is empty. Raises
+    PredictedOutOfMemory.
     """
     try:
         check_memory(request, process, request.state_bytes)  # needs no simulation
@@ -645,12 +636,12 @@ def predict_and_describe_peaks(
             limit = f"may take {format_bytes(host_bytes)}; {request.advice_and_change()[0]}"
             need = f"each process needs {format_bytes(step.host_bytes)} of CPU memory for +offload"
             words += f"\nwarning  {need}, and {limit}"
-        return words, (step.peak, plain.peak)
+        return words, (step.peak, plain.peak), deeper_policies(request, config.recompute)
     except PredictedOutOfMemory:
         raise
     except Exception as error:  # a failed prediction must not stop training
         failure = f"{type(error).__name__} at {error_location(error)}"
-        return f"the peak could not be predicted ({failure})", None
+        return f"the peak could not be predicted ({failure})", None, []
 
 
 def error_location(error: Exception) -> str:

@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -203,8 +203,7 @@ def free_and_switch_policy(run: Run, message: str) -> None:
     with suppress(Exception):
         seen = free_failed_attempt(run)
         with run.clock.paused("plan"):
-            if switch_policy(run, seen):
-                return
+            return switch_policy(run, policies_to_try(run.policies, run.process.device.type, seen))
     run.model.config = config
     # This error ends all processes. If torchrun then starts them again, they read this policy, and
     # look for a policy that needs less memory.
@@ -237,14 +236,10 @@ def free_failed_attempt(run: Run) -> int | None:
     return seen
 
 
-def switch_policy(run: Run, seen: int | None) -> bool:
-    """Switch to the next policy that needs less memory, and print it. Return False if there is
-    none.
-
-    `seen`: measured peak bytes of the failed policy on the GPU; None: not measured.
-    """
+def switch_policy(run: Run, policies: Sequence[PolicyPeak]) -> None:
+    """Switch to the first of `policies` that gives the right results, and print it. Raises
+    LookupError if there is none."""
     config = run.model.config
-    policies = policies_to_try(run.policies, run.process.device.type, seen)
     for i, (taken, peak) in enumerate(policies):
         run.model.config = replace(config, recompute=taken)
         # If a user changed model.py, some policies may give wrong results. For such a policy
@@ -256,19 +251,16 @@ def switch_policy(run: Run, seen: int | None) -> bool:
             run.snapshot_metadata["config"]["recompute"] = taken
             run.policies_out_of_memory.append(config.recompute)
             same = "" if run.args.compile or run.args.mlp_chunks != 1 else ": same results"
-            run.process.print_rank(
+            return run.process.print_rank(
                 f"warning  step {run.step}: out of memory with recompute {config.recompute}; again,"
                 f" and from now on, with {taken} ({format_bytes(peak)} predicted){same}"
             )
-            with suppress(MemoryError):
-                run.reserve = bytes(RESERVE_BYTES)
-            return True
-    return False
+    raise LookupError("no policy needs less memory")
 
 
 # Parts of messages that say that memory ran out
 OUT_OF_MEMORY_PATTERN = re.compile(
-    "allocate memory|not enough memory|out of memory|OUT_OF_MEMORY|ALLOC(ATION)?_FAILED|bad_alloc"
+    "allocate memory|not enough memory|out of memory|OUT_OF_MEMORY|STATUS_ALLOC_FAILED|bad_alloc"
     "|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create"  # no memory for a handle
     "|Failed to CUDA [cm]alloc"  # NCCL
 )
@@ -285,17 +277,14 @@ def is_out_of_memory(error: Exception) -> bool:
     For some of these errors the message does not name the cause. Then the GPU's free memory
     decides.
     """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
     # (A ValueError is a mistake of the user, not a lack of memory. Its message may contain a file
     # name, and a file name may contain any words.)
     if isinstance(error, ValueError):
         return False
     try:
-        message = str(error)
-        if OUT_OF_MEMORY_PATTERN.search(message):
-            return True
-        vague = VAGUE_PATTERN.search(message) is not None
-        return vague and torch.cuda.mem_get_info()[0] < LITTLE_FREE_BYTES
-    except Exception as failure:  # there is no memory even for this, or the GPU has failed
-        return isinstance(failure, MemoryError)
+        message, known = str(error), isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if known or not VAGUE_PATTERN.search(message):
+            return known or OUT_OF_MEMORY_PATTERN.search(message) is not None
+        return torch.cuda.mem_get_info()[0] < LITTLE_FREE_BYTES
+    except MemoryError:
+        return True
