@@ -24,7 +24,7 @@ from memory import POLICY_NAMES
 from planner import Planner
 from scripts.benchmark import make_run, timed_step
 from trainer.device import choose_precision, without_margin
-from trainer.plan import PlanRequest, step_with_deeper_recompute
+from trainer.plan import PlanRequest, deeper_policies
 from trainer.run import Run
 
 ON_GPU = torch.cuda.is_available()
@@ -185,10 +185,9 @@ def test_a_run_that_finds_less_memory_ends_with_the_same_bits(in_holes, tmp_path
 @pytest.mark.usefixtures("everything_travels")
 def test_offload_is_the_last_way_out():
     """Of a GPU, which need not be there to be planned for."""
-    args, ways = Bench(dry=True).args("--n-layers 4 --seq-len 256 --batch-size 8"), ["none"]
+    args = Bench(dry=True).args("--n-layers 4 --seq-len 256 --batch-size 8")
     question = PlanRequest(args, args.vocab_size, torch.device("cuda"), torch.bfloat16)
-    while step := step_with_deeper_recompute(question, ways[-1]):
-        ways.append(step.config.recompute)
+    ways = [policy for policy, _ in deeper_policies(question, "none")]
     assert len(ways) > 2 and [way for way in ways if "offload" in way] == ways[-1:]
 
 

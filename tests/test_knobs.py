@@ -45,10 +45,9 @@ OFFLOAD = "--use-activation-checkpoint full+offload"
     ],
 )
 def test_it_is_told_what_costs_least(flags, device, less, wanted):
-    """Of what is not so yet. `smaller_step`: the policy that is predicted to need less."""
-    step = SimpleNamespace(config=SimpleNamespace(recompute=less)) if less else None
+    """Of what is not so yet. `less`: the policy that is predicted to need less."""
     args = parse(flags)
-    said = describe_suggested_change(args, device, args.use_activation_checkpoint, step)
+    said = describe_suggested_change(args, device, args.use_activation_checkpoint, less)
     assert said.startswith(f"{wanted} (" if wanted else "what changes the training: ")
 
 

@@ -18,7 +18,7 @@ from scripts import plan_memory
 from scripts.plan_table import digits, format_time, recommend
 from trainer.device import MemoryBudget, without_margin
 from trainer.flags import build_parser, byte_count
-from trainer.plan import step_with_deeper_recompute
+from trainer.plan import deeper_policies, policies_to_try
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 GIB = 2**30
@@ -258,8 +258,10 @@ def test_what_a_run_takes_when_memory_runs_out(flags):
     """Each is what trainer/run.py, or a restart, takes after the one before it."""
     answer, asked = ask(flags), question(flags)
     name, expected, share = answer.json["takes"], [], 0.75 if asked.shard_degree > 1 else 1
-    while step := step_with_deeper_recompute(asked, name, share=share):
-        name = step.config.recompute
+    policies = deeper_policies(asked, name)
+    while policies := policies_to_try(policies, asked.device.type, share=share):
+        (name, _), batch_size = policies[0], asked.args.batch_size
+        step = asked.planner.step(batch_size, recompute=name)
         seconds = asked.seconds(step) if asked.card else None
         expected.append({"policy": name, "peak_bytes": step.peak, "seconds": seconds})
     assert answer.json["if_out_of_memory"] == expected and len(expected) >= 2

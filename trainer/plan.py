@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,12 @@ from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from planner import Card, Planner, StepMemory
 from planner.cards import CARDS, THIS_MACHINE, choose_card, device_type
-from planner.choose import nested_checkpoint_policies, pick_fastest_fitting_step
+from planner.choose import (
+    nested_checkpoint_policies,
+    pareto_frontier,
+    pick_fastest_fitting_step,
+    simulate_policies_fastest_first,
+)
 from planner.formulas import count_parameters, recomputed_flops_key, state_bytes
 from planner.shards import state_bytes_per_rank
 
@@ -86,19 +91,19 @@ class FlagChange(NamedTuple):
 
 
 def describe_suggested_change(
-    args: Args, device_type: str, policy: str, smaller_step: StepMemory | None
+    args: Args, device_type: str, policy: str, smaller_policy: str = ""
 ) -> str:
     """Return the first change that could help after memory ran out, as text "FLAGS (COST)".
 
     `policy`: the recompute policy in use, which may need less memory than the policy in `args`.
-    `smaller_step`: a step whose policy is predicted to need less memory than `policy`; None: there
-    is no such policy. If no change keeps the training the same, the text is
+    `smaller_policy`: a policy that is predicted to need less memory than `policy`; "": there is no
+    such policy. If no change keeps the training the same, the text is
     ADVICE_CHANGING_TRAINING.
     """
     in_use = {POLICY_FLAG: policy} if policy != args.use_activation_checkpoint else {}
     first, *others = changes_with_same_training(with_flags(args, **in_use), device_type)
-    if smaller_step is not None and not first.flags:
-        first = FlagChange({POLICY_FLAG: smaller_step.config.recompute}, COST_OF_RECOMPUTE)
+    if smaller_policy and not first.flags:
+        first = FlagChange({POLICY_FLAG: smaller_policy}, COST_OF_RECOMPUTE)
     change = next((change for change in (first, *others) if change.flags), None)
     if change is None:
         return ADVICE_CHANGING_TRAINING
@@ -442,16 +447,18 @@ def vocab_size_of(args: argparse.Namespace) -> int:
 # ---- the plan of a run
 
 
+PolicyPeak = tuple[str, int]  # a recompute policy, and its predicted peak in bytes
+
+
 class MemoryPlan(NamedTuple):
-    """Policy and predicted memory of a run, and a function that finds a policy with a smaller
-    peak."""
+    """Policy and predicted memory of a run, and the policies that it may need later."""
 
     config: MiniGPTConfig  # config of the model; `auto` is replaced by the chosen policy
     words: str  # text for the user
     # Peak bytes of the planned step, and of a step without recompute; None: the prediction failed.
     planned_and_plain_peaks: tuple[int, int] | None
-    # The function `step_with_deeper_recompute` below, for this run's request.
-    predict_step_with_less_memory: Callable[..., StepMemory | None]
+    # The result of `deeper_policies` for the policy of `config`; []: the prediction failed.
+    policies: Sequence[PolicyPeak]
 
 
 class PredictedOutOfMemory(MemoryError):
@@ -500,17 +507,17 @@ def plan_memory(
         else process.all_gather_object(process.run_on_rank0_only(plan_locally))[0]
     )
     assert plan
-    config, words, peaks = plan
-    policies = process.all_gather_object(config.recompute)
-    if len(set(policies)) > 1:
-        words += f"\nmemory   each process has a policy of its own, by rank: {', '.join(policies)}"
-    return MemoryPlan(config, words, peaks, partial(step_with_deeper_recompute, request))
+    policies = process.all_gather_object(plan.config.recompute)
+    if len(set(policies)) == 1:
+        return plan
+    words = f"\nmemory   each process has a policy of its own, by rank: {', '.join(policies)}"
+    return plan._replace(words=plan.words + words)
 
 
 def plan_on_this_rank(
     request: PlanRequest, process: OneProcess, config: MiniGPTConfig
-) -> tuple[MiniGPTConfig, str, tuple[int, int] | None]:
-    """Return this process's part of `plan_memory`: config, text for the user, and peaks in bytes.
+) -> MemoryPlan:
+    """Return the result of `plan_memory` for this process, without a comparison of the processes.
 
     If each process chooses its own policy (`auto`), each process runs this function. Otherwise rank
     0 runs it for all processes.
@@ -527,8 +534,8 @@ def plan_on_this_rank(
     if failed := process.last_failed_policy():
         config = config_after_out_of_memory(request, config, failed)
         words += f"memory ran out with {failed}; it goes on with {config.recompute}\nmemory   "
-    prediction, peaks = predict_and_describe_peaks(request, process, config)
-    return config, words + prediction, peaks
+    prediction, *peaks_and_policies = predict_and_describe_peaks(request, process, config)
+    return MemoryPlan(config, words + prediction, *peaks_and_policies)
 
 
 def config_after_out_of_memory(
@@ -536,39 +543,52 @@ def config_after_out_of_memory(
 ) -> MiniGPTConfig:
     """Return the config for a run that torchrun has started again, after memory ran out with the
     policy `failed`. If no policy needs less memory, or planning fails, keep `failed`."""
-    policy, step = failed, partial(request.planner.step, request.args.batch_size)
+    policy = failed
     with suppress(Exception):
-        if smaller := step_with_deeper_recompute(
-            request, failed, share=RESTART_SHARE_OF_FAILED_PEAK
-        ):
-            policy = smaller.config.recompute
+        policies, share = deeper_policies(request, failed), RESTART_SHARE_OF_FAILED_PEAK
+        names = [name for name, _ in policies_to_try(policies, request.device.type, share=share)]
         # `auto` may have chosen a policy that needs even less memory: the policy of `config`.
-        policy = min(policy, config.recompute, key=lambda name: step(recompute=name).peak)
+        policy = config.recompute if config.recompute in names else names[0]
     return replace(config, recompute=policy)
 
 
-def step_with_deeper_recompute(
-    request: PlanRequest, policy: str, seen: int | None = None, share: float = 1.0
-) -> StepMemory | None:
-    """Return a step whose policy is predicted to need less memory than `policy`, which did not fit.
+def deeper_policies(request: PlanRequest, policy: str) -> list[PolicyPeak]:
+    """Return `policy` and all policies that a run may switch to when memory runs out.
 
-    The limit is the peak of `policy` times `share`, less the margin of a MemoryBudget. The result
-    has the fastest policy whose peak is within this limit. If no peak is within the limit, the
-    result has the policy with the smallest peak. If even the smallest peak is not smaller than the
-    peak of `policy`, the result has full+offload (only on CUDA), with which saved tensors wait in
-    CPU memory. If no policy needs less memory than `policy`, return None.
-
-    `seen`: measured peak of `policy` in bytes; None: not measured. If `seen` is smaller than the
-    predicted peak, the limit is computed from `seen`. Raises all errors of planning: fake tensors
-    may not work with the model, or memory may be too short for planning.
+    The list begins with `policy`. Each further policy needs less memory than all policies before
+    it. They are the fastest policies for their peaks, the fastest first. On CUDA full+offload comes
+    last, with which saved tensors wait in CPU memory. Raises all errors of planning: for example,
+    fake tensors may not work with the model.
     """
-    planner, batch_size, kind = request.planner, request.args.batch_size, request.device.type
-    failed = planner.step(batch_size, recompute=policy).peak
-    budget = MemoryBudget(int(share * min(failed, seen or failed)), kind).usable_bytes or 0
-    fastest = pick_fastest_fitting_step(planner, batch_size, budget, request.card).config.recompute
-    policies = [fastest] + [OFFLOAD_POLICY] * (kind == "cuda")
-    steps = (planner.step(batch_size, recompute=name) for name in policies)
-    return next((step for step in steps if step.peak < failed), None)
+    planner, batch_size = request.planner, request.args.batch_size
+    last_resorts = nested_checkpoint_policies(request.args.n_layers)
+    last_resorts += [OFFLOAD_POLICY] * (request.device.type == "cuda")
+    steps = simulate_policies_fastest_first(planner, batch_size, request.card)
+    steps += [planner.step(batch_size, recompute=name) for name in last_resorts]
+    peak = planner.step(batch_size, recompute=policy).peak
+    smaller = [step for step in pareto_frontier(steps) if step.peak < peak]
+    return [(policy, peak), *((step.config.recompute, step.peak) for step in smaller)]
+
+
+def policies_to_try(
+    policies: Sequence[PolicyPeak], device_type: str, seen: int | None = None, share: float = 1.0
+) -> Sequence[PolicyPeak]:
+    """Return the policies to try after the first of `policies` did not fit, in this order.
+
+    `policies`: the result of `deeper_policies`. The limit is the peak of the first policy times
+    `share`, less the margin of a MemoryBudget. The result begins with the fastest policy whose peak
+    is within this limit. If no peak is within the limit, the result begins with the policy that
+    needs the least memory. full+offload comes last in any case. If no policy needs less memory than
+    the first, the result is empty.
+
+    `seen`: measured peak of the first policy in bytes; None: not measured. If `seen` is smaller
+    than the predicted peak, the limit is computed from `seen`.
+    """
+    (_, failed), *deeper = policies
+    limit = MemoryBudget(int(share * min(failed, seen or failed)), device_type).usable_bytes or 0
+    resident = [(policy, peak) for policy, peak in deeper if policy != OFFLOAD_POLICY]
+    fitting = [(policy, peak) for policy, peak in resident if peak <= limit] or resident[-1:]
+    return fitting + deeper[len(resident) :]
 
 
 def choose_fitting_step(request: PlanRequest) -> StepMemory:
@@ -594,11 +614,13 @@ def choose_fitting_step(request: PlanRequest) -> StepMemory:
 
 def predict_and_describe_peaks(
     request: PlanRequest, process: OneProcess, config: MiniGPTConfig
-) -> tuple[str, tuple[int, int] | None]:
-    """Predict the memory of a step. Return (text for the user, with warnings; predicted peaks).
+) -> tuple[str, tuple[int, int] | None, list[PolicyPeak]]:
+    """Predict the memory of a step. Return (text for the user, with warnings; predicted peaks;
+    result of `deeper_policies`).
 
     The peaks are two numbers of bytes: the peak with the policy of `config`, and the peak with
-    `none`. If the prediction fails, None replaces the two numbers. Raises PredictedOutOfMemory.
+    `none`. If the prediction fails, None replaces the two numbers, and the list is empty. Raises
+    PredictedOutOfMemory.
     """
     try:
         check_memory(request, process, request.state_bytes)  # needs no simulation
@@ -614,12 +636,12 @@ def predict_and_describe_peaks(
             limit = f"may take {format_bytes(host_bytes)}; {request.advice_and_change()[0]}"
             need = f"each process needs {format_bytes(step.host_bytes)} of CPU memory for +offload"
             words += f"\nwarning  {need}, and {limit}"
-        return words, (step.peak, plain.peak)
+        return words, (step.peak, plain.peak), deeper_policies(request, config.recompute)
     except PredictedOutOfMemory:
         raise
     except Exception as error:  # a failed prediction must not stop training
         failure = f"{type(error).__name__} at {error_location(error)}"
-        return f"the peak could not be predicted ({failure})", None
+        return f"the peak could not be predicted ({failure})", None, []
 
 
 def error_location(error: Exception) -> str:

@@ -161,11 +161,7 @@ def build_run(
     run = Run(
         args, process, data, snapshot_metadata, model, optimizer, precision, train, val, clock
     )
-    run.held_lock, run.predict_step_with_less_memory, run.check_techniques = (
-        held_lock,
-        plan.predict_step_with_less_memory,
-        check,
-    )
+    run.held_lock, run.policies, run.check_techniques = held_lock, plan.policies, check
     if resumed is not None:
         restore_run(resumed, run)
     if process.rank == 0:  # only on rank 0, because `describe_run` reads files

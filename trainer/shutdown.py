@@ -21,7 +21,12 @@ from data import DataError, DiskFull
 from .bootstrap import PROCESS_START
 from .flags import UsageError, print_error, with_flags
 from .metrics import finish_wandb
-from .plan import PredictedOutOfMemory, describe_memory_flags, describe_suggested_change
+from .plan import (
+    PredictedOutOfMemory,
+    describe_memory_flags,
+    describe_suggested_change,
+    policies_to_try,
+)
 from .process import OneProcess
 from .report import describe_result, resume_command, sample_text
 from .run import Run, is_out_of_memory, save
@@ -70,7 +75,12 @@ def run_safely(
         return 130
     except Exception as error:
         if is_out_of_memory(error):
-            print_error_line(f"out of memory with {suggest_after_out_of_memory(args, run)}")
+            error.__traceback__ = None  # its frames keep the tensors of the step
+            line = "out of memory"
+            with suppress(Exception):  # memory may run out here, too
+                line += f" with {suggest_after_out_of_memory(args, run)}"
+            with suppress(Exception):
+                print_error_line(line)
             return 4
         line = peer_failure_message(error)
         if line is None:
@@ -243,13 +253,13 @@ def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> st
             f"{describe_memory_flags(args)}; try a smaller model (--n-layers), or less data "
             "(--max-tokens)"
         )
-    less = None
-    policy = run.model.config.recompute
-    with suppress(Exception):  # planning may run out of memory, too
-        less = run.predict_step_with_less_memory(policy)
+    run.reserve = b""
+    device_type, policy, smaller_policy = run.process.device.type, run.model.config.recompute, ""
+    with suppress(Exception):  # there may be no such policy, or no prediction
+        smaller_policy = policies_to_try(run.policies, device_type)[0][0]
     back = f"; {resume_hint(run)}" if run.saved_step else ""
     now = describe_memory_flags(with_flags(args, use_activation_checkpoint=policy))
-    change = describe_suggested_change(args, run.process.device.type, policy, less)
+    change = describe_suggested_change(args, device_type, policy, smaller_policy)
     return f"{now}; try {change}{back}"
 
 

@@ -153,13 +153,14 @@ def repeated(run: Run) -> Callable[[list[Place]], list[torch.Tensor]]:
     all tensors of the run after the step, or [] if no policy needs less memory.
     """
     run.step += 1
-    config, parts = run.model.config, (run.model, run.optimizer, run.scaler)
+    config, policies = run.model.config, [*run.policies]
+    parts = run.model, run.optimizer, run.scaler
     before = [deepcopy(part.state_dict()) for part in parts]
 
     def step(places: list[Place]) -> list[torch.Tensor]:
         for part, state in zip(parts, before, strict=True):
             part.load_state_dict(deepcopy(state))
-        run.model.config = config
+        run.model.config, run.policies = config, policies
         with running_out(run.step, *places):
             try:
                 found = train_minimal.train_step(run)
