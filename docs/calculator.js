@@ -115,7 +115,7 @@ class Walk {
   }
 
   head() { // forward and backward
-    const {N, C, NC, a, amp} = this, {V, L, chunks} = this.s, ofWeight = 4 * V * C, ofX = 4 * NC;
+    const {N, C, NC, a, amp} = this, {V, chunks} = this.s, ofWeight = 4 * V * C, ofX = 4 * NC;
     const size = headBytes(this.s), kind = this.ddp ? "head" : "gradients";
     const normed = 4 * NC, kept = chunks === 1 && !amp ? "activations" : "temporaries"; // by ln_f
     let end = size - ofWeight;
@@ -130,8 +130,8 @@ class Walk {
       this.add(kind, ofWeight, "head", end, "temporaries", -normed);
     }
     this.add("head", ofX - end);
-    this.place = `backward, block ${L - 1}`;
-    this.add("temporaries", ofX, "head", -ofX, "activations", -4 * NC - 8 * N); // of ln_f
+    this.place = "backward"; // of ln_f
+    this.add("temporaries", ofX, "head", -ofX, "activations", -4 * NC - 8 * N);
   }
 
   block(i, policy) { // its backward, from its end; the gradient of what it returned is there, 4 N C

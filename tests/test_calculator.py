@@ -37,6 +37,7 @@ RARE = [
     LEAN | {"vocabulary": 10007, "width": 152, "mlp": 464, "length": 7},
     LEAN | {"vocabulary": 50257, "width": 152, "mlp": 464, "length": 7},
     LEAN | {"vocabulary": 50257, "width": 1152, "mlp": 4608, "batch": 6, "optimizer": "muon"},
+    LEAN | {"precision": "float32", "width": 1152, "mlp": 4608, "optimizer": "muon"},
     SMALL | {"policy": "full"},
     SMALL | {"policy": "selective", "layers": 1, "blocks": 1, "dropout": "on", "processes": 2},
     SMALL | {"policy": "qkv", "dropout": "on", "width": 256, "mlp": 256},
