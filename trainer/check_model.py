@@ -245,14 +245,26 @@ def small_step(
     if not techniques:
         for name in ("embed", "head_loss"):
             setattr(model, name, getattr(model, name).keywords["plain"])
+    before = numbers_of_modules(model)
     torch.manual_seed(0)
     random.seed(0)
     results = losses_and_gradients(model, ids, labels, model, precision)
+    if numbers_of_modules(model) != before:
+        raise UsageError(
+            "model.py: forward counts in an attribute, which no snapshot has: a resumed run, or "
+            "more processes, would train another model"
+        )
     return {
         **results,
         "what torch draws next": torch.rand((), device=device),
         "what Python draws next": torch.tensor(random.random(), dtype=torch.float64),
     }
+
+
+def numbers_of_modules(model: MiniGPT) -> list[dict[str, Any]]:
+    """Return the attributes of each module that are numbers."""
+    attributes = map(vars, model.modules())
+    return [{k: v for k, v in of_one.items() if type(v) in (int, float)} for of_one in attributes]
 
 
 def small_model_and_batch(

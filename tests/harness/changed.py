@@ -262,8 +262,8 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
     ),
     # Changes that keep a state. A replay changes the state a second time.
     "counter": (
-        f"cheap mlp {REPLAYED}",
-        f"cheap mlp {REPLAYED}",
+        f"{FINER} {REPLAYED}",
+        f"{FINER} {REPLAYED}",
         [
             (MLP_OF_BLOCK, f"{MLP_OF_BLOCK}        self.n = 0\n"),
             (NARROW, f"self.n += 1\n        return self.mlp.c_proj(self.n * {ACTIVATION})"),
