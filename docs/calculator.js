@@ -16,7 +16,6 @@ const countChunks = (tokens, V, asked, itemsize) =>
 const multiple = (n, of) => max(of, of * floor(n / of));
 const rowsOfSlice = (tokens, V) =>
   min(tokens, multiple(max(floor(SLICE / V), floor(tokens / 32)), ROWS));
-const rowsOfProduct = (width) => multiple(floor(SLICE / width), PAD);
 
 // planner/formulas.py
 function countParameters({V, positions, L, C, F}) {
@@ -34,8 +33,8 @@ function headBytes(s) {
   if (s.chunks === 1) return 12 * V * N + 2 * amp * (V * C + N * C);
   const n = ceil(N / countChunks(N, V, s.chunks, a)), r = rowsOfSlice(n, V);
   const padded = amp ? PAD * ceil(V / PAD) : V;
-  const softmax = 4 * r + 4 * V * r * amp, someRows = 2 * C * min(rowsOfProduct(C), V) * amp;
-  const copies = 2 * (padded + n) * C * amp, passing = max(softmax, a * n * C, someRows);
+  const softmax = 4 * r + 4 * V * r * amp;
+  const copies = 2 * (padded + n) * C * amp, passing = max(softmax, a * n * C);
   return 4 * (V + N) * C + 13 * n + copies + a * padded * n + passing;
 }
 

@@ -110,6 +110,11 @@ class OpRecorder(TorchDispatchMode):
         self.live_storages: dict[int, tuple[weakref.ref, Storage]] = {}  # live storages, by address
         self.times = 1  # each operator from now on represents this many equal operators
         self.forward_end = 0  # number of forward's last operator
+        self.block_end = 0  # number of the last operator of the block that ran last
+        # True: operators run between the blocks, or a block gets more tensors than the stream.
+        self.loop_has_ops = False
+        # Gradients of earlier micro-batches, which do not exist in the first micro-batch.
+        self.gradient_sums: set[Storage] = set()
         # For each tensor that offload copies out: its bytes, and the phase mark at the copy.
         self.offloaded_tensors: list[tuple[int, PhaseMark]] = []
 

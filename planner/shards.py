@@ -77,17 +77,6 @@ def find_position_embeddings(model: MiniGPT) -> list[nn.Embedding]:
     return [table for table in tables if table is not model.token_embedding]
 
 
-def state_bytes_per_rank(state: int, config: MiniGPTConfig, n: int) -> int:
-    """Return the bytes of weights, gradients and moments that each of n processes needs at least.
-
-    `state`: bytes of weights, gradients and moments of the whole model. A process has 1 / n of
-    these bytes. It also has the full float32 weights of the root group, from forward to the end of
-    backward.
-    """
-    root = (config.vocab_size + 2) * config.d_model
-    return state if n == 1 else state // n + 4 * root
-
-
 def add_shards(
     log: OpRecorder,
     model: MiniGPT,

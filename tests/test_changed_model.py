@@ -39,7 +39,8 @@ SHARDED, SP = "train_fsdp.py train_sp.py", "train_sp.py"
 ALONE = dict.fromkeys(["gated_attention", "grouped_queries", "alibi", "token_shift"], SP)
 ALONE |= {"scalar": SHARDED, "shared": SHARDED, "unused": "train_ddp.py"}
 ALONE |= dict.fromkeys(["layer_drop", "asks_a_number"], f"train_ddp.py {SHARDED}")
-REST = [*FOLLOWED, *ALONE, "skips", "embedding_in_each_block", "depth_scale", "guarded", "looped"]
+LOOPS = ["skips", "embedding_in_each_block", "depth_scale"]
+REST = [*FOLLOWED, *ALONE, *LOOPS, "guarded", "looped"]
 REST = [name for name in dict.fromkeys(REST) if name not in FEW]
 
 
@@ -157,9 +158,12 @@ def test_processes_together_learn_what_one_does(names):
     ("name", "ways"),
     [
         *zip(
-            [*FEW, "wider_inside"], [["cheap"], ["full"], ["none"], ["qkv"], ["mlp"]], strict=True
+            [*FEW, "wider_inside", "shared", "skips"],
+            [["cheap"], ["full"], ["none"], ["qkv"], ["mlp"], ["full"], ["cheap"]],
+            strict=True,
         ),
         *(pytest.param(name, [*POLICY_NAMES, "full/2"], marks=slow) for name in FOLLOWED),
+        *(pytest.param(name, POLICY_NAMES, marks=slow) for name in LOOPS),
     ],
 )
 def test_the_memory_of_a_changed_model_is_planned(name, ways, change):
@@ -167,7 +171,8 @@ def test_the_memory_of_a_changed_model_is_planned(name, ways, change):
     for policy in ways:
         config = replace(WIDE, recompute=policy, dropout=0.1 * (policy == "full"))
         measured = measured_peak(config, 16)
-        assert planner(config).step(16).peak == pytest.approx(measured, rel=0.003), policy
+        close = 0.015 if name == "first_stream" else 0.003
+        assert planner(config).step(16).peak == pytest.approx(measured, rel=close), policy
 
 
 @pytest.mark.parametrize("name", ["buffer", "attribute", "empty", "prelu", "tied"])
@@ -255,6 +260,11 @@ def test_a_prediction_that_fails_names_the_line(tmp_path, change, capfd):
     assert train_here(tmp_path / "run.pt", "--num-steps=1") == 0
     says = r"could not be predicted \(DataDependent\w+ at model.py:\d+\)"
     assert re.search(says, capfd.readouterr().out)
+    auto = "--use-activation-checkpoint=auto", "--memory-budget=1GiB"
+    planned = ["--use-toy-data", "--n-layers=1", "--d-model=16", "--n-heads=1", "--seq-len=16"]
+    says = "model.py cannot be planned: it needs the value"
+    assert says in refused(train_here(tmp_path / "new.pt", *auto), capfd)
+    assert says in refused(plan_memory.main(planned), capfd)
 
 
 # ---- operators that are others on a GPU

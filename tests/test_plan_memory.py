@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from planner import CARDS, Planner
 from planner.choose import UNIFORM_POLICIES
-from planner.formulas import count_parameters
 from scripts import plan_memory
 from scripts.plan_table import digits, format_time, recommend
 from trainer.device import MemoryBudget, without_margin
@@ -66,10 +65,8 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
         )
         word = "yes" if row["fits_safely"] else "tight" if row["fits"] else "no"
         assert re.search(f"  {word} +{row['largest_batch']:,}$", line)
-        if card:  # micro-batches share one update, which moves 40 bytes of each parameter
-            n, moved = asked.args.grad_accum_steps, 40 * count_parameters(asked.config)
-            update = moved / asked.shard_degree / (card.bytes_per_s * card.bandwidth_efficiency)
-            seconds = n * step.seconds(card) - (n - 1) * update
+        if card:
+            seconds = step.seconds(card, asked.args.grad_accum_steps)
             assert row["seconds"] == pytest.approx(seconds, rel=1e-9)
             assert row["tokens_per_s"] == pytest.approx(sequences * 32 / seconds)
     fitting = [row for row in answer.json["rows"][:-1] if row["fits_safely"]]

@@ -28,8 +28,7 @@ from planner.choose import (
     pick_fastest_fitting_step,
     simulate_policies_fastest_first,
 )
-from planner.formulas import count_parameters, recomputed_flops_key, state_bytes
-from planner.shards import state_bytes_per_rank
+from planner.formulas import recomputed_flops_key
 
 from .bootstrap import PROJECT_FOLDER
 from .device import (
@@ -228,10 +227,8 @@ class PlanRequest:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of weights, gradients and moments in one process, computed with a formula."""
-        args, moments = self.args, getattr(torch, self.args.moments_dtype)
-        unsharded = state_bytes(self.config, args.optimizer, moments)
-        return state_bytes_per_rank(unsharded, self.config, self.shard_degree)
+        """Bytes that every step takes in one process: see `Planner.state_bytes`."""
+        return self.planner.state_bytes
 
     @property
     def predicted_step(self) -> StepMemory:
@@ -361,13 +358,7 @@ class PlanRequest:
         result does not include the time to gather shards.
         """
         assert self.card
-        micro_batch, micro_batches = step.seconds(self.card), self.args.grad_accum_steps
-        # Clipping reads the gradients twice and writes them once. AdamW reads weights, gradients
-        # and two moments, and writes weights and moments. Clipping and AdamW together move 4 bytes
-        # per parameter ten times.
-        bytes_moved = 40 * count_parameters(step.config) / self.shard_degree
-        update = bytes_moved / (self.card.bandwidth_efficiency * self.card.bytes_per_s)
-        return micro_batches * micro_batch - (micro_batches - 1) * min(update, micro_batch)
+        return step.seconds(self.card, self.args.grad_accum_steps)
 
     def tokens_per_s(self, step: StepMemory) -> float:
         """Return the predicted tokens per second of all processes together."""
@@ -640,7 +631,8 @@ def predict_and_describe_peaks(
     except PredictedOutOfMemory:
         raise
     except Exception as error:  # a failed prediction must not stop training
-        failure = f"{type(error).__name__} at {error_location(error)}"
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        failure = f"{type(cause).__name__} at {error_location(cause)}"
         return f"the peak could not be predicted ({failure})", None, []
 
 

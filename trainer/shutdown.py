@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from data import DataError, DiskFull
+from planner import PlanError
 
 from .bootstrap import PROCESS_START
 from .flags import UsageError, print_error, with_flags
@@ -63,6 +64,9 @@ def run_safely(
     except (UsageError, SnapshotError, NotFinite, PredictedOutOfMemory) as error:
         print_error_line(error)
         return {NotFinite: 3, PredictedOutOfMemory: 4}.get(type(error), 2)
+    except PlanError as error:
+        print_error_line(f"--use-activation-checkpoint auto: {error}; name a policy")
+        return 2
     except DataError as error:
         print_error_line(f"{error}; then {resume_hint(run)}" if run else error)
         return 3 if run or isinstance(error, DiskFull) else 2
