@@ -185,8 +185,8 @@ def test_a_gpu_tells_what_its_allocator_took(monkeypatch):
     """Tensors in the record, and as a share of the card in the line."""
     stats = {"allocated_bytes.all.peak": 2**30, "active_bytes.all.peak": 2**31}
     card = SimpleNamespace(total_memory=2**32)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: card)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device=None: stats)
     found = peak_memory_fields(CUDA)
     assert (found["peak_memory_bytes"], found["peak_active_bytes"]) == (2**30, 2**31)
     record = dict(step=1, epoch=0, lr=1, train_loss=1, step_ms=1, tokens_per_s=1, eta_s=3700)
