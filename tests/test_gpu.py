@@ -5,8 +5,10 @@
 
 import os
 import warnings
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +16,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness.runs import metrics, same, snapshot, torchrun, train
+from harness.fake_cuda import CUDA, fake_cuda
+from harness.runs import metrics, same, snapshot, torchrun, train, train_here
+from harness.shortage import running_out
 from test_model import tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -23,6 +27,7 @@ from data import TokenFile, TrainBatches
 from memory import POLICY_NAMES
 from model import MiniGPT
 from planner import Planner
+from scripts import generate
 from scripts.benchmark import make_run, timed_step
 from studies import gpu
 from studies.gpu import Bench, shortage
@@ -62,8 +67,8 @@ def plan_of(flags: str) -> Planner:
     return PlanRequest(args, args.vocab_size, DEVICE, choose_precision(args, DEVICE)).planner
 
 
-def after(steps: int, flags: str = "", policy: str = "full") -> Run:
-    run = make_run(BENCH.args(f"{flags} --batch-size 2", policy), DEVICE)
+def after(steps: int, flags: str = "", policy: str = "full", device: torch.device = DEVICE) -> Run:
+    run = make_run(BENCH.args(f"{flags} --batch-size 2", policy), device)
     for _ in range(steps):
         timed_step(run)
     return run
@@ -198,19 +203,58 @@ def test_offload_is_the_last_way_out():
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", ["", "--amp-dtype float16", "--grad-accum-steps 2"])
 def test_python_does_not_wait_in_a_step(flags, tmp_path):
-    run, file = after(2, flags), tmp_path / "ids.npy"
-    np.save(file, np.arange(50 * run.args.seq_len, dtype=np.uint16) % 64)
-    run.training_batches = TrainBatches([TokenFile.from_path(file)], 2, run.args.seq_len, 0, DEVICE)
-    timed_step(run)  # from a file, as in a true run
-    run.step += 1
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if ON_GPU:
-            torch.cuda.set_sync_debug_mode("warn")
-        train_minimal.train_step(run)
-        if ON_GPU:
+    """On a GPU or, without one, on the stand-in of a GPU."""
+    file = tmp_path / "ids.npy"
+    with nullcontext() if ON_GPU else fake_cuda():
+        run = after(2, flags, device=CUDA)
+        np.save(file, np.arange(50 * run.args.seq_len, dtype=np.uint16) % 64)
+        files = [TokenFile.from_path(file)]
+        run.training_batches = TrainBatches(files, 2, run.args.seq_len, 0, CUDA)
+        timed_step(run)  # from a file, as in a true run
+        run.step += 1
+        torch.cuda.set_sync_debug_mode("warn")  # (this call itself warns)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses, _ = train_minimal.train_step(run)
+            waits = [str(one.message) for one in caught]
+            losses[0].item()  # this waits
+        torch.cuda.set_sync_debug_mode("default")
+    assert not any("called a synchronizing" in message for message in waits)
+    assert any("called a synchronizing" in str(one.message) for one in caught)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a real GPU is here; the stand-in would hide it")
+@pytest.mark.usefixtures("everything_travels")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--amp-dtype bfloat16 --use-activation-checkpoint full/2+nested+offload --optimizer muon",
+        "--amp-dtype float16 --use-activation-checkpoint selective:1,mlp --profile 1",
+        "--no-amp --moments-dtype bfloat16",  # memory runs out in its second step
+    ],
+)
+def test_a_run_on_a_gpu_mixes_no_devices_and_waits_for_no_step(flags, path, monkeypatch):
+    """On the stand-in: every phase of a run, a step repeated after memory ran out, and resume."""
+    step, sample = train_minimal.train_step, "--eval-interval=1 --sample-tokens=3".split()
+    runs_out = "--use-activation-checkpoint" not in flags
+
+    def without_waiting(run: Run) -> Any:
+        torch.cuda.set_sync_debug_mode("default" if runs_out else "error")
+        try:
+            return step(run)
+        finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert not any("synchroniz" in str(one.message) for one in caught)
+
+    monkeypatch.setattr(train_minimal, "train_step", without_waiting)
+    less = SimpleNamespace(config=SimpleNamespace(recompute="full"), peak=2**20)
+    monkeypatch.setattr("trainer.plan.step_with_deeper_recompute", lambda *question: less)
+    with fake_cuda(), running_out(2, *[(60, False)] * runs_out):
+        for more in (["--num-steps=4"], ["--num-steps=5", "--resume"]):
+            assert train_here(path, "--device=cuda", *flags.split(), *sample, *more) == 0
+        assert generate.main(["--checkpoint-path", str(path), "--max-new-tokens=3"]) == 0
+    records = metrics(path)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
+    assert runs_out == (records[0]["recompute"] != records[3]["recompute"] == "full")
 
 
 @pytest.mark.gpu
