@@ -155,38 +155,43 @@ def on_cpu(function: Callable) -> Callable:
     )
 
 
+def functions_of_cuda(gpu: FakeGPU) -> dict[str, Any]:
+    """Return what replaces the attributes of torch.cuda."""
+    random, cpu = torch.default_generator, torch.cpu
+    return {
+        **dict.fromkeys(("_lazy_init", "empty_cache", "manual_seed_all"), nothing),
+        **dict.fromkeys(("reset_peak_memory_stats", "set_device"), nothing),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "device": lambda device: nullcontext(),
+        "default_generators": (random,),
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: PROPERTIES.name,
+        "get_device_properties": lambda device=None: PROPERTIES,
+        "get_rng_state": lambda device="cuda": random.get_state(),
+        "set_rng_state": lambda state, device="cuda": random.set_state(state),
+        "max_memory_allocated": lambda device=None: GIB,
+        "mem_get_info": lambda device=None: (70 * GIB, 80 * GIB),
+        "memory_stats": lambda device=None: {"requested_bytes.all.peak": GIB} | STATISTICS,
+        "set_sync_debug_mode": gpu.set_debug_mode,
+        "synchronize": lambda device=None: gpu.wait("synchronize"),
+        "Event": cpu.Event,
+        "Stream": cpu.Stream,
+        "current_stream": cpu.current_stream,
+        "stream": cpu.stream,
+    }
+
+
 @contextmanager
 def fake_cuda() -> Iterator[FakeGPU]:
     """Let torch have one GPU, inside the `with` block and in this process."""
-    gpu, random, cpu = FakeGPU(), torch.default_generator, torch.cpu
-    group = torch._C._group_tensors_by_device_and_dtype
+    gpu, group = FakeGPU(), torch._C._group_tensors_by_device_and_dtype
     of_torch: dict[Any, dict[str, Any]] = {
-        torch.cuda: {
-            **dict.fromkeys(("_lazy_init", "empty_cache", "manual_seed_all"), nothing),
-            **dict.fromkeys(("reset_peak_memory_stats", "set_device"), nothing),
-            "is_available": lambda: True,
-            "is_initialized": lambda: True,
-            "is_current_stream_capturing": lambda: False,
-            "is_bf16_supported": lambda including_emulation=True: True,
-            "current_device": lambda: 0,
-            "device_count": lambda: 1,
-            "device": lambda device: nullcontext(),
-            "default_generators": (random,),
-            "get_device_capability": lambda device=None: (9, 0),
-            "get_device_name": lambda device=None: PROPERTIES.name,
-            "get_device_properties": lambda device=None: PROPERTIES,
-            "get_rng_state": lambda device="cuda": random.get_state(),
-            "set_rng_state": lambda state, device="cuda": random.set_state(state),
-            "max_memory_allocated": lambda device=None: GIB,
-            "mem_get_info": lambda device=None: (70 * GIB, 80 * GIB),
-            "memory_stats": lambda device=None: {"requested_bytes.all.peak": GIB} | STATISTICS,
-            "set_sync_debug_mode": gpu.set_debug_mode,
-            "synchronize": lambda device=None: gpu.wait("synchronize"),
-            "Event": cpu.Event,
-            "Stream": cpu.Stream,
-            "current_stream": cpu.current_stream,
-            "stream": cpu.stream,
-        },
+        torch.cuda: functions_of_cuda(gpu),
         torch.accelerator: {
             "current_stream": lambda device=None: SimpleNamespace(is_capturing=lambda: False),
             "current_accelerator": lambda check_available=False: torch.device("cuda"),
