@@ -22,6 +22,7 @@ from harness.shortage import running_out
 from test_model import tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import model
 import train_minimal
 from data import TokenFile, TrainBatches
 from memory import POLICY_NAMES
@@ -31,8 +32,10 @@ from scripts import generate
 from scripts.benchmark import make_run, timed_step
 from studies import gpu
 from studies.gpu import Bench, shortage
+from trainer.clocks import PeakMemoryClock
 from trainer.device import choose_precision, without_margin
 from trainer.plan import PlanRequest, step_with_deeper_recompute
+from trainer.process import OneProcess
 from trainer.run import Run
 
 ON_GPU = torch.cuda.is_available()
@@ -246,15 +249,35 @@ def test_a_run_on_a_gpu_mixes_no_devices_and_waits_for_no_step(flags, path, monk
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(train_minimal, "train_step", without_waiting)
+    draw, kernels = model.sample_next_ids, set()
+
+    def draw_and_look(*given: Any, **how: Any) -> torch.Tensor:
+        backends = torch.backends.cuda
+        kernels.add((backends.cudnn_sdp_enabled(), backends.flash_sdp_enabled()))
+        return draw(*given, **how)
+
+    monkeypatch.setattr(model, "sample_next_ids", draw_and_look)
     less = SimpleNamespace(config=SimpleNamespace(recompute="full"), peak=2**20)
     monkeypatch.setattr("trainer.plan.step_with_deeper_recompute", lambda *question: less)
     with fake_cuda(), running_out(2, *[(60, False)] * runs_out):
         for more in (["--num-steps=4"], ["--num-steps=5", "--resume"]):
             assert train_here(path, "--device=cuda", *flags.split(), *sample, *more) == 0
         assert generate.main(["--checkpoint-path", str(path), "--max-new-tokens=3"]) == 0
+    assert kernels == {(False, True)}  # cuDNN's is off, fused attention is on
     records = metrics(path)
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     assert runs_out == (records[0]["recompute"] != records[3]["recompute"] == "full")
+
+
+@pytest.mark.skipif(ON_GPU, reason="a real GPU is here; the stand-in would hide it")
+def test_the_measured_peak_is_that_of_one_step(capsys):
+    """Not of the setup, which needed more here."""
+    with fake_cuda():
+        clock = PeakMemoryClock(OneProcess(CUDA), tiny(), Mock(), (2**30, 2**30))
+        for _ in range(3):
+            clock.begin_phase("forward")
+            clock.end_step()
+    assert "measured peak 1.0 GiB of tensors; predicted 1.0 GiB" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

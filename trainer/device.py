@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from model import MiniGPT
 
@@ -16,6 +17,13 @@ from .flags import UsageError
 from .metrics import format_bytes
 
 GIB = 2**30
+# Kernels for attention while text is generated: all but cuDNN's. cuDNN makes a new graph for each
+# number of keys, and this number grows by one with each token (estimate: 20 to 40 ms per graph).
+GENERATION_KERNELS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 # Name of the cached files in the statistics of a control group; its files: limit of memory, use of
 # memory, statistics. Version 2, then version 1.
 CGROUP_MEMORY_NAMES = (

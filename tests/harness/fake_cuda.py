@@ -28,7 +28,7 @@ CPU, CUDA, GIB = torch.device("cpu"), torch.device("cuda", 0), 2**30
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * GIB, gcnArchName="sm_90"
 )
-STATISTICS = dict.fromkeys(("allocated_bytes.all.peak", "active_bytes.all.peak"), GIB)
+PEAKS = [f"{kind}_bytes.all.peak" for kind in ("requested", "allocated", "active", "reserved")]
 # Attribute of a tensor -> its value for a tensor on the GPU
 ATTRIBUTES = {"device": CUDA, "is_cuda": True, "is_cpu": False}
 # Operators whose result Python reads, so it waits for the GPU.
@@ -72,6 +72,7 @@ class FakeGPU(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.here, self.pinned, self.debug_mode = Marks(), Marks(), "default"
+        self.peaks = dict.fromkeys(PEAKS, 2 * GIB)  # 1 GiB after a reset
         self.called = False  # True while torch's own code runs for a tensor on the GPU
 
     def set_debug_mode(self, mode: str) -> None:
@@ -160,7 +161,8 @@ def functions_of_cuda(gpu: FakeGPU) -> dict[str, Any]:
     random, cpu = torch.default_generator, torch.cpu
     return {
         **dict.fromkeys(("_lazy_init", "empty_cache", "manual_seed_all"), nothing),
-        **dict.fromkeys(("reset_peak_memory_stats", "set_device"), nothing),
+        "reset_peak_memory_stats": lambda device=None: gpu.peaks.update(dict.fromkeys(PEAKS, GIB)),
+        "set_device": nothing,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_current_stream_capturing": lambda: False,
@@ -176,7 +178,7 @@ def functions_of_cuda(gpu: FakeGPU) -> dict[str, Any]:
         "set_rng_state": lambda state, device="cuda": random.set_state(state),
         "max_memory_allocated": lambda device=None: GIB,
         "mem_get_info": lambda device=None: (70 * GIB, 80 * GIB),
-        "memory_stats": lambda device=None: {"requested_bytes.all.peak": GIB} | STATISTICS,
+        "memory_stats": lambda device=None: gpu.peaks,
         "set_sync_debug_mode": gpu.set_debug_mode,
         "synchronize": lambda device=None: gpu.wait("synchronize"),
         "Event": cpu.Event,
