@@ -171,11 +171,21 @@ def test_the_sample_compiles_nothing(path, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
     # Without g++.
     monkeypatch.setattr("memory.head.compile_target_log_prob", lambda: target_log_prob_)
+    monkeypatch.setattr("trainer.setup.check_compiler", lambda device: None)
     monkeypatch.setattr("trainer.shutdown.sample_text", sample)
     flags = ("--compile", "--no-amp", "--num-steps=2", "--sample-tokens=5")
     assert train_here(path, *flags) == 0
     assert not any("_orig_mod" in name for name in snapshot(path)["model"])
     torch._dynamo.reset()
+
+
+def test_a_compiler_that_fails_is_told_before_anything_is_written(path, monkeypatch, capsys):
+    error = RuntimeError("CppCompileError: C++ compile error\n\nCommand:\ng++ /sp ace/x.cpp")
+    monkeypatch.setattr(torch, "compile", lambda function: raising(error))
+    assert train_here(path, "--compile", "--no-amp") == 2 and not [*path.parent.iterdir()]
+    said = capsys.readouterr()
+    assert not said.out and said.err.count("\n") == 1
+    assert re.search("^error: --compile: .* C[+][+] compile error; .* --no-compile$", said.err)
 
 
 # ---- What a device says

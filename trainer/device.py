@@ -149,6 +149,19 @@ def compile_blocks(model: MiniGPT) -> None:
     model.head_loss = partial(cast(Any, model.head_loss), compiled=True)
 
 
+def check_compiler(device: torch.device) -> None:
+    """Compile a small function. Raises UsageError if torch.compile does not work on this machine:
+    it needs a C++ compiler or Triton, and a folder for its results."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
+    except (RuntimeError, OSError) as error:
+        needed = "Triton" if device.type == "cuda" else "a C++ compiler"
+        raise UsageError(
+            f"--compile: torch.compile fails here: {str(error).splitlines()[0]}; it needs {needed} "
+            "and a cache folder (TORCHINDUCTOR_CACHE_DIR) whose path has no blank; or: --no-compile"
+        ) from None
+
+
 def is_compiled(model: MiniGPT) -> bool:
     """Return True if any block of the model is compiled."""
     return any(block._compiled_call_impl is not None for block in model.blocks)

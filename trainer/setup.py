@@ -23,7 +23,7 @@ from model import MiniGPT, MiniGPTConfig
 
 from . import resume
 from .clocks import make_clock
-from .device import choose_precision, compile_blocks, set_matmul_precision
+from .device import check_compiler, choose_precision, compile_blocks, set_matmul_precision
 from .flags import (
     UsageError,
     flag,
@@ -161,6 +161,8 @@ def build_run(
         snapshot_metadata["run"] = resumed.state.get("run")
     check = partial(check_techniques_are_exact, model, device, precision, process.sp_degree > 1)
     process.run_on_all_ranks(check)  # (each rank may have its own policy)
+    if args.compile:
+        process.run_on_all_ranks(lambda: check_compiler(device))
     held_lock = process.run_on_rank0_only(lambda: claim(args.checkpoint_path, resumed))
     process.allocate_parameters(model)
     if isinstance(origin, Pretrained):
