@@ -155,10 +155,10 @@ def check_compiler(device: torch.device) -> None:
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
     except (RuntimeError, OSError) as error:
-        needed = "Triton" if device.type == "cuda" else "a C++ compiler"
         raise UsageError(
-            f"--compile: torch.compile fails here: {str(error).splitlines()[0]}; it needs {needed} "
-            "and a cache folder (TORCHINDUCTOR_CACHE_DIR) whose path has no blank; or: --no-compile"
+            f"--compile: torch.compile fails here: {str(error).splitlines()[0]}; it needs a C++ "
+            "compiler (on a GPU: Triton) and a cache folder (TORCHINDUCTOR_CACHE_DIR) whose path "
+            "has no blank; or: --no-compile"
         ) from None
 
 
@@ -195,9 +195,11 @@ def total_memory(device: torch.device, root: str = "/") -> int | None:
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     # Count swap space as memory: it is slow, but a run can use it.
-    built_in = proc_bytes(f"{root}/proc/meminfo", "MemTotal:", "SwapTotal:") or machine_memory()
-    limits = (limit for limit, *_ in memory_limits(root))
-    return min(filter(None, (built_in, *limits)), default=None)
+    limits = [
+        proc_bytes(f"{root}/proc/meminfo", "MemTotal:", "SwapTotal:") or machine_memory(),
+        *(limit for limit, *_ in memory_limits(root)),
+    ]
+    return min(filter(None, limits), default=None)
 
 
 def memory_limits(root: str) -> list[tuple[int | None, int | None, int]]:
