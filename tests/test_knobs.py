@@ -166,7 +166,7 @@ def test_a_gpu_is_known_by_its_name(monkeypatch):
     nothing, tf32, t4 = (parse(f"{auto} {flags}") for flags in ("", "--tf32", "--card T4 --tf32"))
     mine = parse(f"{auto} --card this-machine --d-model 96 --n-heads 3 --seq-len 80")
     there = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=H100.memory)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: there)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device=None: there)
     monkeypatch.setattr("planner.cards.this_machine", lambda *what: what)
     assert choose_card(nothing, gpu) == H100
     assert choose_card(tf32, gpu).flops == (H100.flops[1] / 2, *H100.flops[1:])

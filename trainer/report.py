@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
 from model import MiniGPTConfig
 
 from .bootstrap import ALLOCATOR_VARIABLES
+from .device import GENERATION_KERNELS
 from .flags import to_argv, tokens_per_step
 from .metrics import (
     format_bytes,
@@ -239,7 +241,11 @@ def sample_text(run: Run) -> str:
     torch.manual_seed(run.args.seed)
     start = torch.tensor([[run.data.tokenizer.eot_id]], device=run.process.device)
     # Run eagerly, because compiled blocks would be compiled again for each length of the text.
-    with run.autocast(), torch.compiler.set_stance("force_eager"):
+    with (
+        run.autocast(),
+        torch.compiler.set_stance("force_eager"),
+        sdpa_kernel(GENERATION_KERNELS),
+    ):
         ids = run.model.generate(start, run.args.sample_tokens, temperature=0.8, top_k=40)
     return run.data.tokenizer.decode(ids[0, 1:].tolist())
 

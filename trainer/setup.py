@@ -16,7 +16,7 @@ from model import MiniGPTConfig
 from . import resume
 from .check_model import check_model, make_model_without_memory
 from .clocks import make_clock
-from .device import choose_precision, compile_blocks, set_matmul_precision
+from .device import check_compiler, choose_precision, compile_blocks, set_matmul_precision
 from .flags import (
     UsageError,
     flag,
@@ -149,6 +149,8 @@ def build_run(
         snapshot_metadata["run"] = resumed.state.get("run")
     check = partial(check_model, model, process, precision)
     process.run_on_all_ranks(check)  # (each rank may have its own policy)
+    if args.compile:
+        process.run_on_all_ranks(lambda: check_compiler(device))
     held_lock = process.run_on_rank0_only(lambda: claim(args.checkpoint_path, resumed))
     process.allocate_parameters(model)
     if isinstance(origin, Pretrained):
