@@ -267,8 +267,7 @@ def test_a_run_on_a_gpu_mixes_no_devices_and_waits_for_no_step(flags, path, monk
         return draw(*given, **how)
 
     monkeypatch.setattr(model, "sample_next_ids", draw_and_look)
-    less = SimpleNamespace(config=SimpleNamespace(recompute="full"), peak=2**20)
-    monkeypatch.setattr("trainer.plan.step_with_deeper_recompute", lambda *question: less)
+    monkeypatch.setattr("trainer.run.policies_to_try", lambda *question: [("full", 2**20)])
     with fake_cuda(), running_out(2, *[(60, False)] * runs_out):
         for more in (["--num-steps=4"], ["--num-steps=5", "--resume"]):
             assert train_here(path, "--device=cuda", *flags.split(), *sample, *more) == 0
