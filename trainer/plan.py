@@ -561,10 +561,10 @@ def deeper_policies(request: PlanRequest, policy: str) -> list[PolicyPeak]:
     fake tensors may not work with the model.
     """
     planner, batch_size = request.planner, request.args.batch_size
-    last_resorts = nested_checkpoint_policies(request.args.n_layers)
-    last_resorts += [OFFLOAD_POLICY] * (request.device.type == "cuda")
+    offload = [OFFLOAD_POLICY] if request.device.type == "cuda" else []
     steps = simulate_policies_fastest_first(planner, batch_size, request.card)
-    steps += [planner.step(batch_size, recompute=name) for name in last_resorts]
+    for name in nested_checkpoint_policies(request.args.n_layers) + offload:
+        steps.append(planner.step(batch_size, recompute=name))
     peak = planner.step(batch_size, recompute=policy).peak
     smaller = [step for step in pareto_frontier(steps) if step.peak < peak]
     return [(policy, peak), *((step.config.recompute, step.peak) for step in smaller)]
@@ -586,9 +586,8 @@ def policies_to_try(
     """
     (_, failed), *deeper = policies
     limit = MemoryBudget(int(share * min(failed, seen or failed)), device_type).usable_bytes or 0
-    resident = [(policy, peak) for policy, peak in deeper if policy != OFFLOAD_POLICY]
-    fitting = [(policy, peak) for policy, peak in resident if peak <= limit] or resident[-1:]
-    return fitting + deeper[len(resident) :]
+    least = min((peak for policy, peak in deeper if policy != OFFLOAD_POLICY), default=0)
+    return [(policy, peak) for policy, peak in deeper if peak <= max(limit, least)]
 
 
 def choose_fitting_step(request: PlanRequest) -> StepMemory:
