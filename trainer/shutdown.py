@@ -176,11 +176,11 @@ class Signals:
             line = "stopping finishing this step and saving; again to stop at once"
             if not self.with_torchrun and signal.SIGINT in self.before:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
-        elif time.monotonic() < self.received_at + COPY_SECONDS:
-            return
         else:
-            signal.signal(number, signal.SIG_DFL)
-            return signal.raise_signal(number)
+            if time.monotonic() > self.received_at + COPY_SECONDS:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return  # a copy
         if self.run.process.rank == 0:
             with suppress(OSError):  # not `print`: the signal may have interrupted a `print`
                 os.write(2, f"\n{line}\n".encode())
