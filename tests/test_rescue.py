@@ -10,8 +10,24 @@ import torch
 from harness import runs
 from harness.faults import broken, raising, undisturbed
 from harness.rows import row
-from harness.runs import FAULTS, metrics, parse, same, snapshot, train, train_here
-from harness.shortage import ERROR, operators_of_each, repeated, running_out
+from harness.runs import (
+    FAULTS,
+    TINY,
+    metrics,
+    parse,
+    same,
+    snapshot,
+    start_together,
+    train,
+    train_here,
+)
+from harness.shortage import (
+    ERROR,
+    operators_of_each,
+    repeated,
+    running_out,
+    running_out_again,
+)
 from torch.utils._pytree import tree_leaves
 
 import train_minimal
@@ -226,6 +242,30 @@ def test_of_a_changed_model_only_what_is_exact_is_taken(path, capsys, monkeypatc
     assert same(snapshot(path)["model"], snapshot(undisturbed(*flags))["model"])
 
 
+# ---- Where memory runs out again, in the rescue itself
+
+
+AGAIN = row("memory runs out once more")
+
+
+@AGAIN
+@pytest.mark.usefixtures("plans_memory")
+@pytest.mark.parametrize("policy", ["none", "attn"])  # (nothing needs less than attn)
+def test_wherever_the_rescue_itself_runs_out_it_ends_the_run(policy, tmp_path, capfd, thorough):
+    """While it frees, takes a policy and checks it, and while the last line is written."""
+    flags = f"--no-amp --num-steps=3 --batch-size=1 {POLICY}={policy}".split()
+    draw, whole, total = random.Random(policy), snapshot(undisturbed(*flags)), 0
+    for i in range(300 if thorough else 8):
+        # Half of the calls are among the last, which are few; at first only count them.
+        at = i and draw.choice([draw.randint(1, total), draw.randint(total - 60, total)])
+        error, path = draw.choice([MemoryError(), RuntimeError(ERROR)]), tmp_path / f"{i}.pt"
+        with running_out(STEP, (50, False)), running_out_again(at, error) as calls:
+            code = train_here(path, *flags)
+        lines, total = capfd.readouterr().err.count("error: out of memory"), total or calls[0]
+        assert code == (0 if i == 0 and policy == "none" else 4) or code == 0 and not lines, at
+        assert lines == (code == 4) and (code or same(snapshot(path)["model"], whole["model"]))
+
+
 # ---- For real
 
 
@@ -267,3 +307,25 @@ def test_a_process_that_may_have_no_more(share, fault, policy, code, path):
         assert snapshot(path)["step"] == 1
     else:
         assert same(snapshot(path)["model"], snapshot(undisturbed(*LARGE))["model"])
+
+
+@AGAIN
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.usefixtures("plans_memory")
+@pytest.mark.parametrize(
+    "room", [64, *(pytest.param(n, marks=slow) for n in (0, 500, 1000, 2000, 3000, 5000, 8000))]
+)
+def test_a_process_that_has_next_to_nothing_left(room, path):
+    """Beyond what it has before a step: so many KiB, which is less than the step needs. It is
+    rescued, or it ends with one line."""
+    flags = "--n-layers=4 --d-model=128 --seq-len=256 --batch-size=8 --no-amp --num-steps=3"
+    env = {"FAULTS": "oom:0:2", "ROOM": str(1024 * room), "MALLOC_MMAP_THRESHOLD_": "65536"}
+    words = f"{flags} --max-tokens=9000 --save-interval=1".split()
+    trainer = FAULTS, "train_minimal", *TINY, f"--checkpoint-path={path}"
+    result = start_together([*trainer, *words], 1, **env).end()
+    assert result.returncode in (0, 4) and "warning  step 2: out of" in result.stdout
+    if result.returncode:
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("error: out of memory") and snapshot(path)["step"] == 1
+    else:
+        assert same(snapshot(path)["model"], snapshot(undisturbed(*words))["model"])

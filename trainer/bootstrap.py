@@ -63,6 +63,13 @@ def set_stdout_errors() -> None:
 
 
 if IS_MAIN_PROGRAM:
+    # A standard stream that was closed before the start is None in Python. Replace it by the null
+    # device. Otherwise the next file that is opened, for example a snapshot, gets the number of the
+    # stream, and with it everything that C code prints.
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number
+            setattr(sys, name, open(number, "w" if number else "r"))
     # A shell may start a background process with SIGINT ignored. Then SIGINT stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, handle_sigint)

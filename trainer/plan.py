@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -449,7 +449,7 @@ class MemoryPlan(NamedTuple):
     # Peak bytes of the planned step, and of a step without recompute; None: the prediction failed.
     planned_and_plain_peaks: tuple[int, int] | None
     # The result of `deeper_policies` for the policy of `config`; []: the prediction failed.
-    policies: Sequence[PolicyPeak]
+    policies: Iterable[PolicyPeak]
 
 
 class PredictedOutOfMemory(MemoryError):
@@ -525,8 +525,8 @@ def plan_on_this_rank(
     if failed := process.last_failed_policy():
         config = config_after_out_of_memory(request, config, failed)
         words += f"memory ran out with {failed}; it goes on with {config.recompute}\nmemory   "
-    prediction, *peaks_and_policies = predict_and_describe_peaks(request, process, config)
-    return MemoryPlan(config, words + prediction, *peaks_and_policies)
+    prediction, peaks, policies = predict_and_describe_peaks(request, process, config)
+    return MemoryPlan(config, words + prediction, peaks, policies)
 
 
 def config_after_out_of_memory(
@@ -552,9 +552,9 @@ def deeper_policies(request: PlanRequest, policy: str) -> list[PolicyPeak]:
     fake tensors may not work with the model.
     """
     planner, batch_size = request.planner, request.args.batch_size
-    last_resorts = nested_checkpoint_policies(request.args.n_layers)
-    last_resorts += [OFFLOAD_POLICY] * (request.device.type == "cuda")
+    offload = [OFFLOAD_POLICY] if request.device.type == "cuda" else []
     steps = simulate_policies_fastest_first(planner, batch_size, request.card)
+    last_resorts = nested_checkpoint_policies(request.args.n_layers) + offload
     steps += [planner.step(batch_size, recompute=name) for name in last_resorts]
     peak = planner.step(batch_size, recompute=policy).peak
     smaller = [step for step in pareto_frontier(steps) if step.peak < peak]
@@ -562,8 +562,8 @@ def deeper_policies(request: PlanRequest, policy: str) -> list[PolicyPeak]:
 
 
 def policies_to_try(
-    policies: Sequence[PolicyPeak], device_type: str, seen: int | None = None, share: float = 1.0
-) -> Sequence[PolicyPeak]:
+    policies: Iterable[PolicyPeak], device_type: str, seen: int | None = None, share: float = 1.0
+) -> list[PolicyPeak]:
     """Return the policies to try after the first of `policies` did not fit, in this order.
 
     `policies`: the result of `deeper_policies`. The limit is the peak of the first policy times
@@ -577,9 +577,8 @@ def policies_to_try(
     """
     (_, failed), *deeper = policies
     limit = MemoryBudget(int(share * min(failed, seen or failed)), device_type).usable_bytes or 0
-    resident = [(policy, peak) for policy, peak in deeper if policy != OFFLOAD_POLICY]
-    fitting = [(policy, peak) for policy, peak in resident if peak <= limit] or resident[-1:]
-    return fitting + deeper[len(resident) :]
+    least = min((peak for policy, peak in deeper if policy != OFFLOAD_POLICY), default=0)
+    return [(policy, peak) for policy, peak in deeper if peak <= max(limit, least)]
 
 
 def choose_fitting_step(request: PlanRequest) -> StepMemory:

@@ -162,7 +162,7 @@ def generate_command(run: Run) -> str:
 
 def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     """Return the log record of the step that has just ended. Its times are means over the steps
-    since the last record.
+    since the last record. Until it is logged, it is also in `run.unlogged_record`.
 
     `losses`: this process's losses, (micro-batches,). `grad_norm`: a scalar. All processes must
     call this together.
@@ -173,7 +173,7 @@ def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, A
     # GPU's work.
     loss = process.sum_over_replicas([sum(losses.tolist())])[0] / run.global_micro_batches_per_step
     seconds = clock.end_interval()
-    return {
+    run.unlogged_record = {
         "step": run.step,
         "epoch": run.training_batches.epochs_before(run.step * run.global_micro_batches_per_step),
         "lr": run.optimizer.param_groups[0]["lr"],
@@ -189,12 +189,14 @@ def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, A
         **peak_memory_fields(process.device),
         "recompute": run.model.config.recompute,
     }
+    return run.unlogged_record
 
 
 def write_and_print_record(run: Run, record: dict[str, Any]) -> None:
     """Write the record to metrics.jsonl and to the logger, and print its log line."""
     for write in run.metric_writers:
         write(record)
+    run.unlogged_record = {}
     print_log_line(run, record)
 
 

@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,6 +38,10 @@ RESERVE_BYTES = 8 * 2**20
 LITTLE_FREE_BYTES = 256 * 2**20
 
 
+class StoppedBySignal(Exception):
+    """Raised on all processes if a signal asked one of them to stop during an evaluation."""
+
+
 @dataclass
 class Run:
     """State of one training run. The loop and its functions share it."""
@@ -61,6 +65,7 @@ class Run:
     # start.
     last_save_time: float = field(default_factory=lambda: monotonic())
     save_requested: bool = False  # True: a signal asked for a save, which is not done yet
+    received_signal: int = 0  # number of the signal that asked this process to stop, 0 = none
     stop_signal: int = 0  # number of the signal that ended the run early, 0 = none
     best_val_loss: float = math.inf
     # Losses of the last 50 steps, each (A,) on the device; A = --grad-accum-steps. At its end the
@@ -69,7 +74,8 @@ class Run:
     # Time of the last log line, in seconds of `time.perf_counter`. Before the first log line: time
     # of the setup.
     last_log_time: float = field(default_factory=lambda: time.perf_counter())
-    # Log record of the step that the run resumed from, if that step has not been logged yet.
+    # Log record of a finished step that has not been logged yet; {}: none. A snapshot has it, so
+    # that a resumed run can log it.
     unlogged_record: dict[str, Any] = field(default_factory=dict)
     # The recompute policy in use and, in order, the policies that the run may switch to when memory
     # runs out: see `deeper_policies`. Empty if the memory could not be predicted.
@@ -113,6 +119,20 @@ class Run:
         dtype = self.precision if enabled else None  # autocast does not accept float32
         device_type = self.process.device.type
         return torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=False)
+
+    def evaluation_rounds(self) -> Iterator[int]:
+        """Yield the number of the first batch of each round of an evaluation. In a round each
+        replica evaluates one batch.
+
+        An evaluation may take longer than the 30 s after which torchrun kills its processes. So
+        before each round all processes learn whether one of them received a signal to stop. Then
+        all raise StoppedBySignal in the same round, because a sharded model needs all processes.
+        """
+        for first in range(0, len(self.val_batches), self.process.replicas):
+            (self.stop_signal,) = self.process.all_reduce_max([self.received_signal])
+            if self.stop_signal:
+                raise StoppedBySignal
+            yield first
 
 
 def save(run: Run, path: Path, record: dict[str, Any]) -> None:
@@ -197,43 +217,36 @@ def free_and_switch_policy(run: Run, message: str) -> None:
 
     `message`: text of the out-of-memory error. Raises MemoryError with this text if no policy needs
     less memory. Memory may run out in this function, too. So all policies were planned at the
-    start, the reserve is freed first, and every error has the same end.
+    start, the reserve is freed first, and every error in this function ends the run in the same
+    way.
     """
-    config, run.reserve = run.model.config, b""
+    process, device, config = run.process, run.process.device, run.model.config
+    run.reserve, seen = b"", None
     with suppress(Exception):
-        seen = free_failed_attempt(run)
+        run.clock.discard_measured_memory()
+        process.free_or_zero_gradients(run.optimizer)
+        # A backward that failed leaves tasks in autograd's queue, and the tasks keep the graph
+        # alive (pytorch#82218). The next backward clears the queue. So run a tiny backward here.
+        torch.zeros((), device=device, requires_grad=True).backward()
+        if device.type == "cuda":
+            # With offload, another stream may still be copying tensors that are already freed. The
+            # allocator waits only for the compute stream before it unmaps their memory. So wait for
+            # all streams here.
+            torch.cuda.synchronize(device)
+            seen = torch.cuda.max_memory_allocated(device)
+            # Measure the peak of the next policy from here on.
+            torch.cuda.reset_peak_memory_stats(device)
+            # Return the allocator's cached segments to the GPU, because tensors of the failed
+            # attempt have split them into small pieces. The next attempt then gets whole segments.
+            torch.cuda.empty_cache()
         with run.clock.paused("plan"):
-            return switch_policy(run, policies_to_try(run.policies, run.process.device.type, seen))
+            return switch_policy(run, policies_to_try(run.policies, device.type, seen))
     run.model.config = config
     # This error ends all processes. If torchrun then starts them again, they read this policy, and
     # look for a policy that needs less memory.
     with suppress(Exception):
-        run.process.remember_failed_policy(config.recompute)
+        process.remember_failed_policy(config.recompute)
     raise MemoryError(message)
-
-
-def free_failed_attempt(run: Run) -> int | None:
-    """Free the memory of the failed attempt. Return its measured peak in bytes on a GPU; None: not
-    measured."""
-    device = run.process.device
-    run.clock.discard_measured_memory()
-    run.process.free_or_zero_gradients(run.optimizer)
-    # A backward that failed leaves tasks in autograd's queue, and the tasks keep the graph alive
-    # (pytorch#82218). The next backward clears the queue. So run a tiny backward here.
-    torch.zeros((), device=device, requires_grad=True).backward()
-    if device.type != "cuda":
-        return None
-    # With offload, another stream may still be copying tensors that are already freed. The
-    # allocator waits only for the compute stream before it unmaps their memory. So wait for all
-    # streams here.
-    torch.cuda.synchronize(device)
-    seen = torch.cuda.max_memory_allocated(device)
-    # Measure the peak of the next policy from here on.
-    torch.cuda.reset_peak_memory_stats(device)
-    # Return the allocator's cached segments to the GPU, because tensors of the failed attempt have
-    # split them into small pieces. The next attempt then gets whole segments.
-    torch.cuda.empty_cache()
-    return seen
 
 
 def switch_policy(run: Run, policies: Sequence[PolicyPeak]) -> None:
@@ -279,12 +292,8 @@ def is_out_of_memory(error: Exception) -> bool:
     """
     # (A ValueError is a mistake of the user, not a lack of memory. Its message may contain a file
     # name, and a file name may contain any words.)
-    if isinstance(error, ValueError):
-        return False
-    try:
-        message, known = str(error), isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if known or not VAGUE_PATTERN.search(message):
-            return known or OUT_OF_MEMORY_PATTERN.search(message) is not None
-        return torch.cuda.mem_get_info()[0] < LITTLE_FREE_BYTES
-    except MemoryError:
-        return True
+    message = "" if isinstance(error, ValueError) else str(error)
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if known or not VAGUE_PATTERN.search(message):
+        return known or OUT_OF_MEMORY_PATTERN.search(message) is not None
+    return torch.cuda.mem_get_info()[0] < LITTLE_FREE_BYTES
