@@ -205,13 +205,14 @@ def test_all_log_save_and_stop_after_the_same_step(path, trainer):
 @slow
 @stopped
 def test_signal_to_torchrun(path, trainer):
-    """It passes them on, and exits with 1 whatever its processes do."""
+    """It passes them on, and exits with 1 and a traceback whatever its processes do."""
     command = by_torchrun(path, "--no-amp", script=f"{FAULTS} {trainer}")
     pipe, env = subprocess.PIPE, os.environ | {"PAUSE": "0.1", "PYTHONUNBUFFERED": "1"}
     launcher = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=env)
     assert any(line.startswith("step  3/") for line in launcher.stdout)
     launcher.send_signal(signal.SIGINT if trainer == "train_ddp" else signal.SIGTERM)
-    launcher.communicate(timeout=DEADLINE)
+    out, err = launcher.communicate(timeout=DEADLINE)
+    assert re.search("^stopped .*traceback below is no crash", out, re.M) and "Traceback" in err
     assert launcher.returncode == 1 and not sibling_path(path, ".prev.pt").exists()
     check_stopped(path)
 
