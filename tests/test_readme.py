@@ -165,3 +165,16 @@ def test_commands_run(tmp_path):
             _, *words = made_small(command)
             result = run([sys.executable, *words], timeout=300, cwd=fresh)
             assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux limits a process's data")
+def test_the_example_runs_out_of_memory(tmp_path):
+    """As documents show it, for any build of torch; a page may have more such lines."""
+    example = DOCS["reliability.md"].partition("```sh\n")[2].partition("```")[0]
+    words = ["bash", "-c", f'python() {{ {shlex.quote(sys.executable)} "$@"; }}\n{example}']
+    result = run(words, timeout=300, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stderr
+    lines = re.findall("^warning  step .*", result.stdout, re.M)
+    for page in (README, CHINESE, DOCS["reliability.md"]):
+        assert lines[0].partition(": ")[2] in page

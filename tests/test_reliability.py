@@ -227,7 +227,8 @@ def test_signal_to_torchrun(path, trainer, name, to_all):
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     for pid in [launcher.pid, *map(int, children * to_all)]:
         os.kill(pid, getattr(signal, name))
-    out, _ = launcher.communicate(timeout=DEADLINE)
+    out, err = launcher.communicate(timeout=DEADLINE)
+    assert re.search("^stopped .*traceback below is no crash", out, re.M) and "Traceback" in err
     assert launcher.returncode == 1 and not sibling_path(path, ".prev.pt").exists()
     assert out.count(f"stopped  {name} after step ") == 1
     check_stopped(path, trainer)

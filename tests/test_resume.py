@@ -265,7 +265,7 @@ def test_any_path_can_be_pasted(tmp_path, capsysbinary):
         return shlex.split(command)
 
     assert broken(path, "term:0:3", "--log-interval=10") == 143
-    resume = pasted("^stopped .*with --resume: python train_minimal.py (.*)")
+    resume = pasted("^stopped .*: saved; go on with --resume: python train_minimal.py (.*)")
     assert train_minimal.main(resume) == 0
     assert pasted("^next     (.*)")[-2:] == ["--checkpoint-path", str(path)]
 
