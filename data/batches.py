@@ -55,8 +55,8 @@ class TokenFile:
         return replace(self, offset=offset, count=max(0, stop - start))
 
     def read_all(self) -> np.ndarray:
-        """Read all ids into memory: (count,) of `dtype`. Raises DataError if the file was deleted,
-        is shorter than before, or contains an id outside of the vocabulary.
+        """Read all ids into memory: (count,) of `dtype`. Raises DataError if the file was deleted
+        or is shorter than before.
 
         The file is not mapped into memory, because all parts of a mapped file that the process has
         read would count as its resident memory. The file does not stay open, because a thousand
@@ -70,7 +70,12 @@ class TokenFile:
             ) from None
         if len(ids) < self.count:
             raise DataError(f"{self.path}: it is shorter than it was; put it back")
-        for id in (ids.min(), ids.max()) if len(ids) else ():
+        return ids
+
+    def checked(self, ids: np.ndarray) -> np.ndarray:
+        """Return `ids`, which were read from this file and are not empty. Raises DataError if an id
+        is outside of the vocabulary."""
+        for id in (ids.min(), ids.max()):
             if not 0 <= id < self.vocab_size:
                 raise DataError(
                     f"{self.path}: holds id {id}, but the tokenizer ends at {self.vocab_size - 1}: "
@@ -79,9 +84,10 @@ class TokenFile:
         return ids
 
     def id_chunks(self) -> Iterator[np.ndarray]:
-        """Yield all ids in chunks of at most CHUNK_TOKENS ids. Raises DataError as `read_all`."""
+        """Yield all ids in chunks of at most CHUNK_TOKENS ids. Raises DataError if the file cannot
+        be read, or if an id is outside of the vocabulary."""
         for first in range(0, self.count, CHUNK_TOKENS):
-            yield self.sub_file(first, first + CHUNK_TOKENS).read_all()
+            yield self.checked(self.sub_file(first, first + CHUNK_TOKENS).read_all())
 
     @classmethod
     def from_path(cls, path: Path, vocab_size: int) -> "TokenFile":
@@ -186,8 +192,8 @@ class Windows:
     def read_by_number(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs and the labels of n windows. Both are int64 (n, T) on `device`.
 
-        `numbers`: the indices of the windows, shape (n,). Raises DataError as
-        `TokenFile.read_all`.
+        `numbers`: the indices of the windows, shape (n,). Raises DataError if a file was deleted,
+        shortened, or overwritten with ids outside of the vocabulary.
         """
         array = np.empty((len(numbers), self.seq_len + 1), dtype=np.int64)
         shards = np.searchsorted(self.first, numbers, side="right") - 1
@@ -195,6 +201,10 @@ class Windows:
             file = self.files[shard]
             start = (number - int(self.first[shard])) * self.seq_len
             row[:] = file.sub_file(start, start + row.size).read_all()
+        # One check for all rows takes microseconds. As uint64, an id below 0 is above the limit.
+        if array.view(np.uint64).max() >= self.files[0].vocab_size:
+            for row, shard in zip(array, shards, strict=True):
+                self.files[shard].checked(row)
         rows, on_gpu = torch.from_numpy(array), self.device.type == "cuda"
         if on_gpu:  # without pinned memory Python would wait for the copy
             rows = rows.pin_memory()
