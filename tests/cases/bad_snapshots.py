@@ -141,7 +141,7 @@ GENERATE: dict[str, tuple[str, str, Write]] = {  # flags, what is said, run.pt
     "code": ("", PLAIN, CODE),
     "a config without sense": ("", NO_MODEL, altered("config", "n_heads", to="2")),
     "no tokenizer": ("", NO_MODEL, altered("tokenizer", to={})),
-    "sparse weights": ("", "no plain tensor", altered(*BIAS, to=torch.Tensor.to_sparse)),
+    "sparse weights": ("", STRANGE, altered(*BIAS, to=torch.Tensor.to_sparse)),
     "whole numbers": ("", "run.pt holds torch.int32", altered(*BIAS, to=torch.Tensor.int)),
     "giant sizes": ("", NO_MODEL, altered("config", "d_ff", to=2**61)),
     "a size with a point": ("", NO_MODEL, altered("config", "d_ff", to=64.0)),
