@@ -26,6 +26,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 import train_minimal
+from model import MiniGPT
 from trainer.bootstrap import set_stdout_errors
 from trainer.flags import build_parser, resolve_defaults, with_flags
 from trainer.process import OneProcess
@@ -96,6 +97,25 @@ def test_resumed_equals_uninterrupted(kind, parts, last):
         assert same(resumed[key], snapshot(whole)[key]), key
     for key in LOSSES:
         assert [record.get(key) for record in log] == [r.get(key) for r in metrics(whole)]
+
+
+class WithSpare(MiniGPT):
+    """A model with a weight that no step uses, so that it never gets a gradient or moments."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.spare = torch.nn.LayerNorm(config.d_model)
+
+
+@pytest.mark.parametrize("flags", [(), LEAN])
+def test_a_weight_that_never_got_a_gradient(tmp_path, monkeypatch, flags):
+    monkeypatch.setattr("trainer.setup.MiniGPT", WithSpare)
+    path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
+    assert train_here(whole, *flags) == 0
+    assert broken(path, "error:0:9", *flags, "--save-interval=3") is None
+    assert resume_alone(path) == 0
+    for key in ("model", "optimizer", "step"):
+        assert same(snapshot(path)[key], snapshot(whole)[key])
 
 
 def test_what_decides_the_weights_and_what_does_not():

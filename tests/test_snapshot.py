@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import tempfile
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -74,6 +74,16 @@ def test_only_what_is_asked_for_stays(tmp_path):
         save_snapshot(tmp_path / "lr0", state(step))
     assert {p.name for p in tmp_path.iterdir()} == {"lr0", ".lr0.01.123.tmp"}
     assert sibling_path(Path("lr0.01"), ".prev.pt") == Path("lr0.01.prev.pt")
+
+
+@pytest.mark.parametrize(("error", "ends"), [(errno.EINVAL, 0), (errno.ENOTSUP, 0), (errno.EIO, 1)])
+def test_a_folder_that_cannot_be_synced(path, monkeypatch, error, ends):
+    """As on SMB: the snapshot is there all the same. An error of the disk stays one."""
+    calls = iter([lambda _: None, raising(OSError(error, os.strerror(error)))])
+    monkeypatch.setattr(os, "fsync", lambda file: next(calls)(file))
+    with pytest.raises(SaveError) if ends else nullcontext():
+        save_snapshot(path, state(1))
+    assert read_snapshot(path)["step"] == 1
 
 
 # ---- To read one
