@@ -483,7 +483,7 @@ def plan_memory(
         process.run_on_rank0_only(lambda: choose_card(args, process.device))
     )[0]
     n, local_world_size = process.processes_on_device, process.local_world_size
-    budget = budget_on(process.device, args.memory_budget, n, local_world_size)
+    budget = budget_on(process.device, args.memory_budget, n, here=local_world_size)
     if not process.has_own_recompute_policy:
         budget = min(process.all_gather_object(budget), key=lambda budget: budget.limit_bytes or 0)
     n, shards, ddp = process.world_size, process.shard_degree, process.gradients_persist
