@@ -170,7 +170,7 @@ def check_length(longest: int, seq_len: int, split: str) -> None:
         kind, remedy = NAME_AND_HINT_BY_SPLIT[split]
         raise DataError(
             f"--seq-len {seq_len} needs {seq_len + 1} {kind} tokens in a row, the longest file "
-            f"has {longest}: lower --seq-len, or {remedy}"
+            f"has {longest}: {remedy}, or start a run with a lower --seq-len"
         )
 
 

@@ -140,8 +140,8 @@ def check_is_gpt2(source: Pretrained) -> None:
     n_parameters = sum(weight.numel() for weight in weights.values())  # larger with an extra tensor
     if not is_gpt2 or n_parameters != count_parameters(config):
         raise UsageError(
-            f"--checkpoint-path: with model.py as it is, {source.path} is no GPT-2; transformers "
-            "would compute other logits, so it is not exported"
+            f"{source.path}: with model.py as it is, this is no GPT-2; transformers would compute "
+            "other logits, so it is not exported"
         )
 
 

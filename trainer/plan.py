@@ -465,15 +465,12 @@ def plan_memory(
     process: OneProcess,
     config: MiniGPTConfig,
     precision: torch.dtype,
-    held: int = 0,
 ) -> MemoryPlan:
     """Choose the policy of `auto`, and predict the memory that a step will need.
 
     Args:
         config: the config of the model. With --use-activation-checkpoint auto its policy is `full`.
         precision: the dtype of the model's matmuls.
-        held: bytes of CPU memory that a loaded snapshot takes now. These bytes count as free,
-            because the snapshot is freed before the first step.
     Raises:
         UsageError: with `auto`, if no policy fits.
         PredictedOutOfMemory: the step needs more than the device has in total.
@@ -484,7 +481,7 @@ def plan_memory(
         process.run_on_rank0_only(lambda: choose_card(args, process.device))
     )[0]
     n, local_world_size = process.processes_on_device, process.local_world_size
-    budget = budget_on(process.device, args.memory_budget, n, held, local_world_size)
+    budget = budget_on(process.device, args.memory_budget, n, here=local_world_size)
     if not process.has_own_recompute_policy:
         budget = min(process.all_gather_object(budget), key=lambda budget: budget.limit_bytes or 0)
     n, shards, ddp = process.world_size, process.shard_degree, process.gradients_persist
@@ -524,7 +521,9 @@ def plan_on_this_rank(
             words += f"{advice}\nmemory   "
     if failed := process.last_failed_policy():
         config = config_after_out_of_memory(request, config, failed)
-        words += f"memory ran out with {failed}; it goes on with {config.recompute}\nmemory   "
+        now = "the same, the smallest known" if config.recompute == failed else config.recompute
+        words += f"memory ran out with {failed}; it goes on with {now}
+memory   "
     prediction, peaks, policies = predict_and_describe_peaks(request, process, config)
     return MemoryPlan(config, words + prediction, peaks, policies)
 

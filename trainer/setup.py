@@ -42,7 +42,6 @@ from .snapshot import (
     LoadedSnapshot,
     SnapshotError,
     State,
-    bytes_of,
     check_no_path_conflict,
     check_shapes,
     claim,
@@ -193,13 +192,11 @@ def load_data_and_plan(
     )
     resuming = isinstance(origin, LoadedSnapshot)
     process.run_on_rank0_only(lambda: check_no_path_conflict(args.checkpoint_path, resuming))
-    # Bytes of CPU memory that the snapshot's tensors take until they are restored.
-    held = bytes_of(origin.state) if isinstance(origin, LoadedSnapshot) else 0
     config = model_config(
         args, process.run_on_all_ranks(lambda: vocab_size_upper_bound(args, origin))
     )
     with process.showing_message("predicting the memory of a step"):
-        plan = plan_memory(args, process, config, precision, held)
+        plan = plan_memory(args, process, config, precision)
     data = process.run_on_all_ranks(lambda: find_data(args, process, origin))
     check_same_on_all_ranks(process.all_gather_object(data_consistency_facts(data)))
     # (A trained bpe has fewer ids than --vocab-size if its training text has too few pairs to

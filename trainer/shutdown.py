@@ -73,7 +73,7 @@ def run_safely(
         print_error_line(f"{error}; then {resume_hint(run)}" if run else error)
         return 3 if run or isinstance(error, DiskFull) else 2
     except SaveError as error:
-        print_error_line(f"{error}; make room, then {resume_hint(run)}")
+        print_error_line(f"{error}, then {resume_hint(run)}")
         return 3
     except KeyboardInterrupt:
         print("\nstopped; --resume goes on from the last snapshot, if any", file=sys.stderr)
@@ -309,7 +309,10 @@ def resume_hint(run: Run | None) -> str:
 
     If the hint contains a command to paste, the command stands at the end.
     """
-    if run and run.saved_step:
-        saved = f"{run.args.checkpoint_path}, step {run.saved_step}"
-        return f"go on from {saved}, with --resume: {resume_command(run)}"
-    return "start again (nothing was saved yet)" if run else "start again"
+    if run is None or not run.saved_step:
+        return "start again (nothing was saved yet)" if run else "start again"
+    path = run.args.checkpoint_path
+    # (Machines without rank 0 may not see the snapshot.)
+    if run.process.rank == 0 and not os.path.exists(path):
+        return f"start again ({path} is gone)"
+    return f"go on from {path}, step {run.saved_step}, with --resume: {resume_command(run)}"

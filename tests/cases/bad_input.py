@@ -115,7 +115,7 @@ REFUSED = {  # by whom; words: what the line must say
         "--min-lr=1": "--min-lr 1 is above --lr",
         "--mlp-chunks=2 --use-activation-checkpoint --compile": "--mlp-chunks 2: .*; --no-compile",
         "--device=cuda": "--device cuda: .* try --device cpu",
-        "--seq-len=999 --checkpoint-path=new/run.pt": "--seq-len 999 needs 1000 .* lower --seq-len",
+        "--seq-len=999 --checkpoint-path=new/run.pt": "--seq-len 999 needs .* a lower --seq-len",
         "--seed=1" + "0" * 400: "--seed: must be a whole number",
         "--no\nsuch": "unrecognized arguments: --no such",
         "--resume --recompute-layers=1": "ents: --recompute-layers=1; now --use-act.* POLICY:N$",
