@@ -11,8 +11,8 @@ from harness.calculator import PAGE, SCRIPT
 
 from memory import POLICY_NAMES
 from planner import CARDS
-from planner.cards import device_type
 from scripts.style import COLORS
+from studies.calculator_tables import OFFERED
 from trainer.device import without_margin
 
 pytestmark = pytest.mark.browser
@@ -118,7 +118,7 @@ def test_each_card_has_its_verdict(page):
         for names, words in zip(cells[::2], cells[1::2], strict=True)
         for name in names.split(", ")
     }
-    assert found.keys() == {n for n, card in CARDS.items() if device_type(card) == "cuda"}
+    assert found.keys() == {*OFFERED}
     for name, words in found.items():
         memory = CARDS[name].memory
         left = without_margin(memory, "cuda") - size

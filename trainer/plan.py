@@ -21,7 +21,7 @@ import torch
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from planner import Card, Planner, StepMemory
-from planner.cards import CARDS, THIS_MACHINE, choose_card, device_type
+from planner.cards import CARDS, THIS_MACHINE, choose_card
 from planner.choose import nested_checkpoint_policies, pick_fastest_fitting_step
 from planner.formulas import count_parameters, recomputed_flops_key, state_bytes
 from planner.shards import state_bytes_per_rank
@@ -395,7 +395,7 @@ def make_request(
     native: bool | None = None  # True: the hardware has bfloat16; None: ask the device
     if args.card not in (None, THIS_MACHINE):
         named_card = CARDS[args.card]
-        kind, budget = device_type(named_card), budget or named_card.memory
+        kind, budget = named_card.device_type, budget or named_card.memory
         if args.device not in ("auto", kind):
             raise UsageError(f"--device {args.device}: {args.card} is {kind}; leave --device out")
         # False for GPUs before Ampere, which multiply float16 faster than bfloat16.
