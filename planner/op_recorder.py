@@ -14,7 +14,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import cache
+from pathlib import Path, PurePath
 from traceback import walk_stack
 from typing import Any, NamedTuple
 
@@ -331,10 +332,19 @@ def line_of_the_model() -> str:
     If no line of these files is on the stack, return "".
     """
     for frame, number in walk_stack(sys._getframe()):
-        name = frame.f_code.co_filename.removeprefix(f"{PROJECT_FOLDER}/")
-        if name == "model.py" or name.startswith("memory/"):
+        if name := name_in_the_model(frame.f_code.co_filename, PROJECT_FOLDER):
             return f"{name}:{number}"
     return ""
+
+
+@cache
+def name_in_the_model(file: str, folder: PurePath) -> str:
+    """Return the name of `file` if it is model.py or in memory/, such as "memory/head.py".
+    Return "" for any other file. `folder`: the project's folder. (Parts of paths are compared,
+    because Windows separates them by backslashes.)"""
+    path = type(folder)(file)
+    parts = path.relative_to(folder).parts if path.is_relative_to(folder) else ()
+    return "/".join(parts) if parts == ("model.py",) or parts[:1] == ("memory",) else ""
 
 
 def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[Storage]:

@@ -77,6 +77,12 @@ def find_position_embeddings(model: MiniGPT) -> list[nn.Embedding]:
     return [table for table in tables if table is not model.token_embedding]
 
 
+def gathered_bytes(model: MiniGPT, n: int) -> int:
+    """Return the bytes of the full float32 weights of the root group, which each of n processes has
+    from forward to the end of backward."""
+    return 4 * sum(p.numel() for p in root_group_params(model, in_bfloat16=False)) * (n > 1)
+
+
 def add_shards(
     log: OpRecorder,
     model: MiniGPT,

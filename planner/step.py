@@ -46,7 +46,7 @@ from .formulas import head_bytes
 from .op_recorder import CallSiteTracker, OpRecorder
 from .operators import cublas_workspace_bytes, kernel_workspace_bytes
 from .record import StepRecord, build_step_record
-from .shards import add_shards, block_group_params, make_local_model, root_group_params
+from .shards import add_shards, block_group_params, gathered_bytes, make_local_model
 from .timeline import KINDS, Segment, StepMemory, split_into_segments
 
 
@@ -409,21 +409,18 @@ class Planner:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
-    def gathered_bytes(self) -> int:
-        """Bytes of the full weights of the root group, which a process with shards has beside them
-        from forward to the end of backward."""
-        root = root_group_params(self.model, in_bfloat16=False) if self.shard_degree > 1 else []
-        return sum(parameter.nbytes for parameter in root)
-
-    @property
     def state_bytes(self) -> int:
-        """Bytes of weights, gradients, the optimizer's state and gathered weights in a process.
-        Every step takes at least these bytes. No recompute policy reduces them."""
-        state = 0
-        for parameter in self.local_model.parameters():
-            moments = tree_leaves(self.optimizer.state.get(parameter, {}))
-            state += 2 * parameter.nbytes + sum(moment.nbytes for moment in moments)
-        return state + self.gathered_bytes
+        """Bytes of weights, gradients and the optimizer's state in a process, and of the weights
+        that it gathers. Every step takes at least these bytes, with every recompute policy."""
+        return self.shard_state_bytes(self.shard_degree)
+
+    def shard_state_bytes(self, n: int) -> int:
+        """Return `state_bytes` of each of n processes that shard the model."""
+        return gathered_bytes(self.model, n) + sum(
+            bytes_of_rows(tensor, n // self.shard_degree)
+            for parameter in self.local_model.parameters()
+            for tensor in (parameter, parameter, *self.optimizer.state[parameter].values())
+        )
 
     @property
     def inaccuracy_note(self) -> str:
@@ -441,6 +438,11 @@ class Planner:
     def params_with_kept_grads(self) -> set[nn.Parameter]:
         """Weights whose gradients exist during the whole step, from its start to its end."""
         return set(self.model.parameters()) if self.accumulates_gradients or self.ddp else set()
+
+
+def bytes_of_rows(tensor: Tensor, n: int) -> int:
+    """Return the bytes of a 1 / n of a tensor's rows, rounded up to whole rows."""
+    return -(-len(tensor) // n) * (tensor.nbytes // len(tensor)) if tensor.dim() else tensor.nbytes
 
 
 def fake_all_to_all(x: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:

@@ -39,6 +39,7 @@ from planner.cards import THIS_MACHINE
 from planner.formulas import closed_form_bytes_by_part
 from planner.operators import MATMUL_DTYPES
 from planner.record import StepRecord
+from planner.shards import gathered_bytes
 from scripts import cli_main, plan_table
 from scripts.plan_table import (
     STEP,
@@ -176,13 +177,13 @@ def parallel_words(request: PlanRequest) -> str:
 
 def state_words(request: PlanRequest) -> str:
     args, planner, shards = request.args, request.planner, request.shard_degree
-    size = (planner.state_bytes - planner.gathered_bytes) * shards / planner.n_parameters
+    gathered = gathered_bytes(planner.model, shards)
+    size = (planner.state_bytes - gathered) * shards / planner.n_parameters
     dtype = f" in {args.moments_dtype}" * (args.moments_dtype != "float32")
     state = f"weights, gradients, {optimizer_name(args)}{dtype} ({size:.3g} bytes per parameter)"
     if shards == 1:
         return state
-    gathered = format_bytes(planner.gathered_bytes)
-    return f"1/{shards} of {state}; and gathered token embeddings, {gathered}"
+    return f"1/{shards} of {state}; and gathered token embeddings, {format_bytes(gathered)}"
 
 
 # ---- The command to run

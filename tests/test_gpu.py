@@ -8,7 +8,6 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 

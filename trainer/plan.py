@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ import torch
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from planner import Card, Planner, StepMemory
-from planner.cards import CARDS, THIS_MACHINE, choose_card, device_type
+from planner.cards import CARDS, THIS_MACHINE, choose_card
 from planner.choose import (
     nested_checkpoint_policies,
     pareto_frontier,
@@ -43,6 +44,7 @@ from .device import (
 )
 from .flags import (
     AUTO,
+    SHAPE_BY_MODEL,
     UsageError,
     model_config,
     recompute_plan_of,
@@ -57,10 +59,6 @@ from .process import OneProcess
 Args = argparse.Namespace
 OFFLOAD_POLICY = "full+offload"
 POLICY_FLAG = "use_activation_checkpoint"
-ADVICE_CHANGING_TRAINING = (
-    "what changes the training: a smaller --batch-size, a shorter --seq-len, --moments-dtype "
-    "bfloat16, --optimizer muon, a smaller model (--d-model, --n-layers, --vocab-size)"
-)
 # After memory ran out, torchrun may start the run again. Then the new policy should have a
 # predicted peak of at most this share of the failed policy's predicted peak. A restart takes long,
 # so the first policy after a restart should already fit.
@@ -90,22 +88,39 @@ class FlagChange(NamedTuple):
 
 
 def describe_suggested_change(
-    args: Args, device_type: str, policy: str, smaller_policy: str = ""
+    args: Args,
+    device_type: str,
+    policy: str,
+    smaller_policy: str = "",
+    in_evaluation: bool = False,
 ) -> str:
     """Return the first change that could help after memory ran out, as text "FLAGS (COST)".
 
     `policy`: the recompute policy in use, which may need less memory than the policy in `args`.
     `smaller_policy`: a policy that is predicted to need less memory than `policy`; "": there is no
-    such policy. If no change keeps the training the same, the text is
-    ADVICE_CHANGING_TRAINING.
+    such policy. `in_evaluation`: memory ran out without a backward, so no policy can help. If no
+    change keeps the training the same, the text names flags that change it.
     """
     in_use = {POLICY_FLAG: policy} if policy != args.use_activation_checkpoint else {}
     first, *others = changes_with_same_training(with_flags(args, **in_use), device_type)
     if smaller_policy and not first.flags:
         first = FlagChange({POLICY_FLAG: smaller_policy}, COST_OF_RECOMPUTE)
-    change = next((change for change in (first, *others) if change.flags), None)
+    changes = (
+        change
+        for change in (first, *others)
+        if change.flags and not (in_evaluation and POLICY_FLAG in change.flags)
+    )
+    change = next(changes, None)
     if change is None:
-        return ADVICE_CHANGING_TRAINING
+        ways = {
+            "a smaller --batch-size": args.batch_size > 1,
+            "a shorter --seq-len": args.seq_len > 1,
+            "--moments-dtype bfloat16": args.moments_dtype != "bfloat16",
+            "--optimizer muon": args.optimizer != "muon",
+            "a smaller model (--n-layers, --d-model)": True,
+        }
+        helping = (way for way, is_open in ways.items() if is_open)
+        return f"what changes the training: {', '.join(helping)}"
     return f"{' '.join(to_argv(in_use | change.flags))} ({change.cost_in_words})"
 
 
@@ -141,6 +156,34 @@ def changes_with_same_training(args: Args, device_type: str) -> Iterator[FlagCha
         for batch in [{}, *batches]:
             cost = f"{COST_OF_SMALLER_BATCH}, {COST_OF_OFFLOAD}" if batch else COST_OF_OFFLOAD
             yield FlagChange(chunked_loss | {POLICY_FLAG: OFFLOAD_POLICY} | batch, cost)
+
+
+def changes_of_training(args: Args) -> Iterator[list[FlagChange]]:
+    """Yield lists of changes that change the training. The changes of a list are alternatives, the
+    smallest change first.
+
+    A change never repeats the value that a flag has. `cost_in_words` is the text for the user.
+    """
+
+    def alternatives(*flags: dict[str, Any]) -> list[FlagChange]:
+        new = [change for change in flags if all(vars(args)[n] != v for n, v in change.items())]
+        return [FlagChange(change, " ".join(to_argv(change))) for change in new]
+
+    yield alternatives(*({"batch_size": b["batch_size"]} for b in smaller_batch_flags(args)))
+    yield alternatives(*({"seq_len": args.seq_len // n} for n in (2, 4, 8) if args.seq_len >= n))
+    optimizer = {"moments_dtype": "bfloat16"}, {"optimizer": "muon"}
+    yield alternatives(*optimizer, optimizer[0] | optimizer[1])
+    shape = SHAPE_BY_MODEL.get(args.model, {})
+    if shape and all(vars(args)[name] == value for name, value in shape.items()):
+        smaller = [*SHAPE_BY_MODEL][: [*SHAPE_BY_MODEL].index(args.model)]
+        yield [
+            FlagChange(
+                SHAPE_BY_MODEL[name]
+                | ({} if "d_ff" in args.typed else {"d_ff": 4 * SHAPE_BY_MODEL[name]["d_model"]}),
+                f"--model {name}",
+            )
+            for name in reversed(smaller)
+        ]
 
 
 # ---- the request
@@ -320,14 +363,44 @@ class PlanRequest:
                 )
         return ""
 
+    def fitting_change(self, change: FlagChange) -> FlagChange | None:
+        """Return `change` with the fastest policy with which it fits, without flags that have their
+        value already. Return None if it does not fit."""
+        step = self.with_args(with_flags(self.args, **change.flags)).step_with_fitting_policy()
+        if step is None:
+            return None
+        flags = {POLICY_FLAG: ""} | change.flags | {POLICY_FLAG: step.config.recompute}
+        new = {name: value for name, value in flags.items() if value != vars(self.args)[name]}
+        return change._replace(flags=new)
+
+    @property
+    def shards_needed(self) -> int | None:
+        """Smallest number of GPUs with which train_fsdp.py fits. None: more than 64, or several
+        processes share the device. (A number is tried only if the state fits by the formula.)"""
+        policy = {POLICY_FLAG: "full", "gather_dtype": "float32"}
+        more = range(self.shard_degree + 1, 65 if self.device.type == "cuda" else 1)
+        plans = (
+            replace(self, args=with_flags(self.args, **policy), ddp=False, shard_degree=n)
+            for n in more
+            if self.sp_degree == 1
+        )
+        whole = replace(self, ddp=False, shard_degree=1).planner
+        possible = islice(
+            (p for p in plans if whole.shard_state_bytes(p.shard_degree) < self.usable_bytes), 4
+        )
+        return next((plan.shard_degree for plan in possible if plan.fits), None)
+
     def advice_and_change(self) -> tuple[str, FlagChange | None]:
         """Return the cheapest change that makes a step fit and keeps the training the same.
 
         The result is (text for the user, change). The change has the fastest policy that fits with
-        its other flags. If no such change exists, the change is None, and the text says which other
-        changes to try.
+        its other flags. If no such change exists, the change is None, and the text names changes of
+        the training. Each change in the text fits by simulation.
         """
-        reason = ""
+        same = changes_with_same_training(self.args, self.device.type)
+        if change := next(filter(None, map(self.fitting_change, same)), None):
+            return f"{change.flags_as_text} fits ({change.cost_in_words})", change
+        reason, ways = "", []
         if self.state_bytes >= self.usable_bytes:
             each = f" in each of {self.shard_degree} processes" if self.shard_degree > 1 else ""
             advice = " (train_fsdp.py deals them out)" * (self.ddp and self.processes > 1)
@@ -337,14 +410,14 @@ class PlanRequest:
                 f"{format_bytes(self.usable_bytes)} "
                 f"that tensors may take{advice}: "
             )
-        for change in [] if reason else changes_with_same_training(self.args, self.device.type):
-            step = self.with_args(with_flags(self.args, **change.flags)).step_with_fitting_policy()
-            if step is None:
-                continue
-            flags = {POLICY_FLAG: step.config.recompute} | change.flags
-            fitting = FlagChange(flags, change.cost_in_words)
-            return f"{fitting.flags_as_text} fits ({fitting.cost_in_words})", fitting
-        return f"{reason}try {ADVICE_CHANGING_TRAINING}", None
+        for alternatives in changes_of_training(self.args):
+            if change := next(filter(None, map(self.fitting_change, alternatives)), None):
+                policy = change.flags.get(POLICY_FLAG)
+                ways.append(change.cost_in_words + f" with {policy}" * bool(policy))
+        if n := self.shards_needed:
+            ways.append(f"{n} of this card with train_fsdp.py")
+        words = ", or ".join(ways or ["a smaller model (--n-layers, --d-model)"])
+        return f"{reason}try what changes the training: {words}", None
 
     @property
     def replicas(self) -> int:
@@ -391,7 +464,7 @@ def make_request(
     native: bool | None = None  # True: the hardware has bfloat16; None: ask the device
     if args.card not in (None, THIS_MACHINE):
         named_card = CARDS[args.card]
-        kind, budget = device_type(named_card), budget or named_card.memory
+        kind, budget = named_card.device_type, budget or named_card.memory
         if args.device not in ("auto", kind):
             raise UsageError(f"--device {args.device}: {args.card} is {kind}; leave --device out")
         # False for GPUs before Ampere, which multiply float16 faster than bfloat16.
@@ -522,8 +595,7 @@ def plan_on_this_rank(
     if failed := process.last_failed_policy():
         config = config_after_out_of_memory(request, config, failed)
         now = "the same, the smallest known" if config.recompute == failed else config.recompute
-        words += f"memory ran out with {failed}; it goes on with {now}
-memory   "
+        words += f"memory ran out with {failed}; it goes on with {now}\nmemory   "
     prediction, peaks, policies = predict_and_describe_peaks(request, process, config)
     return MemoryPlan(config, words + prediction, peaks, policies)
 

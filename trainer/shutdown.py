@@ -295,12 +295,12 @@ def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> st
         )
     run.reserve = b""
     device_type, policy, smaller_policy = run.process.device.type, run.model.config.recompute, ""
-    # There may be no such policy, or no prediction. And a policy is of no use for an evaluation.
-    with suppress(Exception):
-        smaller_policy = policies_to_try(run.policies, device_type)[0][0] * run.model.training
+    with suppress(Exception):  # there may be no such policy, or no prediction
+        smaller_policy = policies_to_try(run.policies, device_type)[0][0]
     back = f"; {resume_hint(run)}" if run.saved_step else ""
     now = describe_memory_flags(with_flags(args, use_activation_checkpoint=policy))
-    change = describe_suggested_change(args, device_type, policy, smaller_policy)
+    evaluating = not run.model.training
+    change = describe_suggested_change(args, device_type, policy, smaller_policy, evaluating)
     return f"{now}; try {change}{back}"
 
 
