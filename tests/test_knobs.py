@@ -62,8 +62,8 @@ def test_it_is_told_what_costs_least(flags, device, less, wanted):
 
 DRAWN = {
     "--batch-size": [1, 2, 6],
-    "--seq-len": [16, 32],
-    "--n-layers": [2, 6],
+    "--seq-len": [16],
+    "--n-layers": [2],
     "--grad-accum-steps": [1, 2],
     "--optimizer": ["adamw", "muon"],
     "--moments-dtype": ["float32", "bfloat16"],
@@ -74,7 +74,7 @@ PLANNED: dict[str, dict] = {"cpu": {}, "cuda": {}}
 
 
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=25)
 @given(COMMANDS, st.sampled_from([*PLANNED]), st.sampled_from([-0.5, -0.1, 0.01, 0.1, 0.5]))
 def test_advice_fits_and_repeats_nothing(typed, kind, share):
     """By the planner itself. `share` of the way from the state to the peak is there for tensors."""
