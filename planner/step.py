@@ -121,6 +121,7 @@ class Planner:
     # other rank has more tokens or heads.
     sp_degree: int = 1
     gather_in_bfloat16: bool = False  # gather the blocks' shards in bfloat16
+    card_name: str | None = None  # name in CARDS; None: another card
 
     def __post_init__(self) -> None:
         config = self.config
@@ -346,7 +347,7 @@ class Planner:
             ids, labels = (tensor[:, : self.local_seq_len] for tensor in batch)
             del rows
         with (
-            recording_simulated_ops(self.device_type, self.fake, sources) as log,
+            recording_simulated_ops(self.device_type, self.fake, sources, self.card_name) as log,
             patched(model, blocks=blocks),
             patched(
                 head,
@@ -513,14 +514,18 @@ def patched(thing: Any, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def recording_simulated_ops(
-    device_type: str, fake: FakeTensorMode, sources: CallSiteTracker | None = None
+    device_type: str,
+    fake: FakeTensorMode,
+    sources: CallSiteTracker | None = None,
+    card_name: str | None = None,
 ) -> Iterator[OpRecorder]:
     """Record the operators that run on fake tensors in this context; yield the recorder.
 
     The fake tensors are always on a CPU. For "cuda" dropout and attention are replaced by functions
     that keep the same tensors as CUDA's fused ones, and the workspaces of CUDA's kernels are added.
     For "mps" dropout and attention are not fused, as in real training. `sources`: finds the call
-    sites that the recorder stores; None: store no call sites.
+    sites that the recorder stores; None: store no call sites. `card_name`: the planned card; None:
+    this machine's.
     """
     on_cuda = device_type == "cuda"
     with (
@@ -534,7 +539,7 @@ def recording_simulated_ops(
     ):
         if on_cuda:
             log.add_non_tensor_storage(
-                cublas_workspace_bytes(),
+                cublas_workspace_bytes(card_name),
                 "workspaces of cuBLAS",
                 "its kernels work in them",
                 0,

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.shapes import CONFIG, MEMORY, MIXES, PRECISIONS, WIDE, T
+from harness.answers import question
 from harness.planned import measured_peak, planner
 from harness.runs import parse
 from test_model import random_ids
@@ -104,10 +105,10 @@ def test_mps_keeps_attentions_scores(policy, dropout):
 @pytest.mark.parametrize(("precision", "each"), [("bf16", 5 * 2 * 128 * (32 + 1) * 4), ("fp32", 0)])
 def test_inside_of_a_gpus_kernels(precision, each, monkeypatch):
     """While attention's backward runs: dq_accum and softmax_d; T = 32 and D = 16 are rounded up."""
-    monkeypatch.setattr("planner.step.cublas_workspace_bytes", lambda: 1000)
+    monkeypatch.setattr("planner.step.cublas_workspace_bytes", lambda card: 1000)
     with_kernels = planner(CONFIG, precision, device_type="cuda").step(5, **FULL).bytes_by_op
     monkeypatch.setattr("planner.step.kernel_workspace_bytes", lambda operator, args: 0)
-    monkeypatch.setattr("planner.step.cublas_workspace_bytes", lambda: 0)
+    monkeypatch.setattr("planner.step.cublas_workspace_bytes", lambda card: 0)
     without = planner(CONFIG, precision, device_type="cuda").step(5, **FULL)
     more = with_kernels - without.bytes_by_op - 1000
     assert sorted(more)[-CONFIG.n_layers - 1 :] == [0] + [each] * CONFIG.n_layers
@@ -135,6 +136,11 @@ def test_what_a_gpus_matmuls_work_in(major, arch, mib, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: there)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
     assert cublas_workspace_bytes() == mib * 2**20
+    # Those of a planned card do not depend on it.
+    cards = {"H100": 64, "RTX 5090": 64, "RTX 5000 Ada": 16.25, "A100": 16.25, "MI300X": 408}
+    assert {card: cublas_workspace_bytes(card) / 2**20 for card in cards} == cards
+    asked = question("--card A100").planner
+    assert asked.step(1).timeline[0, -1] == 16.25 * 2**20
 
 
 # ---- offload on a GPU

@@ -197,6 +197,7 @@ def make_planner(
     ddp: bool = False,
     shard_degree: int = 1,
     sp_degree: int = 1,
+    card: Card | None = None,
 ) -> Planner:
     """Return the planner of the run that the flags describe.
 
@@ -205,6 +206,7 @@ def make_planner(
         ddp: gradients are averaged by DDP (train_ddp.py).
         shard_degree: number of processes that shard one model (train_fsdp.py).
         sp_degree: number of processes that share each sequence (train_sp.py).
+        card: the card of the run; None: unknown.
     Raises:
         UsageError: `check_gather_dtype_flag` refuses the flags.
     """
@@ -223,6 +225,7 @@ def make_planner(
         shard_degree=shard_degree,
         sp_degree=sp_degree,
         gather_in_bfloat16=shard_degree > 1 and args.gather_dtype == "bfloat16",
+        card_name=card.name if card and card.memory else None,  # memory 0: a measured card
     )
 
 
@@ -260,7 +263,7 @@ class PlanRequest:
         policy share one planner."""
         args, config = self.args, self.config
         optimizer = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1, args.gather_dtype
-        layout = self.ddp, self.shard_degree, self.sp_degree
+        layout = self.ddp, self.shard_degree, self.sp_degree, self.card
         key = replace(config, recompute="none"), args.seq_len, optimizer, *layout
         if key not in self.planner_cache:
             self.on_simulate()

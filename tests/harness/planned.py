@@ -34,7 +34,7 @@ def shared(key: tuple, make: Any) -> Planner:
         Planner.run_fake_step,
         step.make_chunk_starts_replacement,
         step.kernel_workspace_bytes,
-        step.cublas_workspace_bytes(),
+        step.cublas_workspace_bytes(None),
     )
     changed += (
         step.MiniGPT,
