@@ -126,7 +126,7 @@ class Planner:
     def __post_init__(self) -> None:
         config = self.config
         self.on_cpu = self.device_type == "cpu"
-        self.has_one_kernel_addmm = self.device_type in head.ONE_KERNEL_ADDMM_DEVICES
+        self.has_one_kernel_addmm = self.device_type == "cuda" and head.HAS_ADDMM_OUT_DTYPE
         self.sequence = SequenceShard(0, self.sp_degree, config.n_heads, fake_all_to_all)
         self.local_seq_len = self.sequence.start_sharding(self.seq_len).stop  # tokens per sequence
         self.fake = FakeTensorMode()
@@ -349,11 +349,7 @@ class Planner:
         with (
             recording_simulated_ops(self.device_type, self.fake, sources, self.card_name) as log,
             patched(model, blocks=blocks),
-            patched(
-                head,
-                chunk_starts=make_chunk_starts_replacement(log, known),
-                ONE_KERNEL_ADDMM_DEVICES={"cpu"} if self.has_one_kernel_addmm else set(),
-            ),
+            patched(head, chunk_starts=make_chunk_starts_replacement(log, known)),
             ExitStack() as hooks,
         ):
             model.config, pool = config, SimulatedPinnedPool(log, self.on_cpu)
@@ -373,6 +369,7 @@ class Planner:
             forward = partial(model, ids, labels)
             with plan_errors("model.py cannot be planned", Exception):
                 loss = forward_and_backward(log, forward, self.precision, cache_enabled=False)
+            del forward, ids, labels, batch  # freed before the update
             label_existing_storages(log, self.names, self.optimizer, self.sums)
             if self.shard_degree > 1:
                 shard_options = self.on_cpu, self.gather_in_bfloat16, self.sums
@@ -532,6 +529,7 @@ def recording_simulated_ops(
         fake,
         OpRecorder(sources, kernel_workspace=kernel_workspace_bytes if on_cuda else None) as log,
         patched(F, **(FUSED_REPLACEMENTS if on_cuda else {})),
+        patched(head, device_type_of=lambda tensor: device_type),
         sources.listen() if sources else nullcontext(),
         # On MPS attention is not fused, so it keeps its scores (B, H, T, T). MATH does so, too.
         sdpa_kernel(SDPBackend.MATH) if device_type == "mps" else nullcontext(),

@@ -61,6 +61,14 @@ def test_predicted_peak_is_that_of_a_real_step(config, batch_size, precision, ac
     assert plan.step(batch_size).peak == pytest.approx(measured, rel=0.003)
 
 
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_ids_and_labels_count_to_the_byte(batch_size):
+    """Those of one sequence share their memory. (The trainers free the loss, 4 bytes, later.)"""
+    for config in (CONFIG, replace(CONFIG, **FULL)):
+        more = planner(config).step(batch_size).peak - measured_peak(config, batch_size)
+        assert more in (0, 4)
+
+
 def maker(mode: tuple[str, str], precision: str = "fp32"):
     """Makes the optimizer that the trainers make."""
     args = parse(f"--optimizer={mode[0]} --moments-dtype={mode[1]}")
@@ -164,6 +172,15 @@ def test_what_is_on_its_way_counts(monkeypatch):
     assert forward[1] - forward[0] == 2 * x
     monkeypatch.setattr("memory.offload.prefetch_all", lambda tickets: None)  # not ahead of its use
     assert backward - on_the_gpu("backward") == x
+
+
+def test_the_head_runs_the_operators_of_the_planned_device():
+    """CUDA adds a chunk's part of the weight's gradient in one operator, a CPU in several."""
+    wide = replace(WIDE, vocab_size=2**17, loss_chunks=2)  # two parts of the weight
+    for kind in ("cuda", "cpu"):
+        record = planner(wide, "bf16", device_type=kind).record(1)
+        head = record.operator_names[record.step_memory.phase_slice("head")]
+        assert [head.count("addmm"), "exp" in head] == ([2, True] if kind == "cuda" else [0, False])
 
 
 # ---- formulas
