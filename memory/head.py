@@ -45,9 +45,6 @@ def parse_release(version: str) -> tuple[int, ...]:
 # True if torch.addmm can add a low-precision matmul to a float32 matrix (`out_dtype`). This needs
 # torch 2.11 (pytorch#167931), and does not work on AMD's GPUs.
 HAS_ADDMM_OUT_DTYPE = parse_release(torch.__version__) >= (2, 11) and torch.version.hip is None
-# Types of the devices on which `addmm_into` is one kernel. (The planner simulates GPUs on a CPU, so
-# it replaces this set.)
-ONE_KERNEL_ADDMM_DEVICES = {"cuda"} if HAS_ADDMM_OUT_DTYPE else set[str]()
 EmbedAndWeightFn = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
 HeadLossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 TargetLogProbFn = Callable[[Tensor, Tensor, bool], Tensor]  # `target_log_prob_`, eager or compiled
@@ -107,6 +104,12 @@ class TiedEmbeddingFunction(torch.autograd.Function):
         return grad_weight, None, None
 
 
+def device_type_of(tensor: Tensor) -> str:
+    """Return "cpu", "cuda" or "mps". (planner/step.py replaces this function: it simulates the
+    operators of every device on a CPU.)"""
+    return tensor.device.type
+
+
 def target_log_prob_(logits: Tensor, target: Tensor, write_softmax: bool) -> Tensor:
     """Return the log-probability (r, 1) that `logits` (r, V) give to the `target` ids (r, 1).
 
@@ -121,7 +124,7 @@ def target_log_prob_(logits: Tensor, target: Tensor, write_softmax: bool) -> Ten
         # torch.compile fuses exp and copy_. There, `out` must not have other strides than `exact`.
         if torch.compiler.is_compiling() or logits.is_mps:
             logits.copy_(exact.exp())
-        elif logits.is_cuda:
+        elif device_type_of(logits) == "cuda":
             torch.exp(exact, out=logits)  # `out` also rounds to the precision of `logits`
         else:  # softmax(log_softmax(x)) = softmax(x). On a CPU, softmax is twice as fast as exp
             logits.copy_(torch.softmax(exact, 1, out=exact))
@@ -304,7 +307,7 @@ def addmm_into(total: Tensor, a: Tensor, b: Tensor) -> None:
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif total.device.type in ONE_KERNEL_ADDMM_DEVICES and total.dtype == torch.float32:
+    elif device_type_of(total) == "cuda" and total.dtype == torch.float32 and HAS_ADDMM_OUT_DTYPE:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         rows = weight_rows_per_addmm(total.size(1))

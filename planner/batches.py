@@ -36,8 +36,12 @@ def largest_batch(
     for step in (one, two):
         head_ops = step.phase_slice("head")
         padding = (step.host_bytes - sum(step.offloaded_sizes)) * on_cpu
-        heads.append(step.bytes_by_op[head_ops].max() - padding - head(step.batch_size))
-        outside.append(np.append(bytes_at_ops_outside_head(step) - padding, heads[-1]))
+        # Until the update, ids and labels of a single sequence are two views of T + 1 tokens.
+        shared = 8 * (step.seq_len - 1) * (step.batch_size == 1)
+        heads.append(step.bytes_by_op[head_ops].max() + shared - padding - head(step.batch_size))
+        others = bytes_at_ops_outside_head(step) - padding
+        others[: step.phase_slice("optimizer").start - len(step.timeline)] += shared
+        outside.append(np.append(others, heads[-1]))
     if len(outside[0]) != len(outside[1]):
         return MAX_BATCH
 

@@ -9,6 +9,7 @@ FLOPs, its workspace on a GPU.
   the rows that it returns, not the whole table.
 """
 
+import re
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -129,10 +130,20 @@ def count_flops(name: str, inputs: dict[str, Any], results: list[Tensor]) -> flo
 # lists under "Not counted" the workspaces that are left out.)
 
 
-def cublas_workspace_bytes() -> int:
+# Start of a card's name -> MiB of the workspaces of one thread (see `cublas_workspace_bytes`)
+WORKSPACE_MIB_BY_CARD = {
+    r"(H|GH|B|GB|RTX 50(?=[5-9])|RTX PRO )\d": 32,  # Hopper and Blackwell
+    "MI3": 128 + 76,
+    "(MI|RX )": 32 + 76,
+    "": 2 * 4 + 8 / 64,
+}
+
+
+def cublas_workspace_bytes(card: str | None = None) -> int:
     """Return the bytes of cuBLAS's two workspaces, which exist from the first matmul on.
 
-    The thread that runs forward has one workspace, and autograd's thread has the other.
+    The thread that runs forward has one workspace, and autograd's thread has the other. `card`:
+    name of the planned card. None: this machine's GPU.
 
     Source: `getChosenWorkspaceSize` in PyTorch's CublasHandlePool.cpp. Each workspace has
     32 MiB on Hopper and Blackwell, and 2 x 4,096 KiB + 8 x 16 KiB on NVIDIA's other GPUs. It has
@@ -140,11 +151,14 @@ def cublas_workspace_bytes() -> int:
     two threads has a second workspace, for hipBLASLt, of 76 MiB. On a machine without a GPU the
     result is that of NVIDIA's GPUs before Hopper.
     """
-    gpu = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
-    if gpu and torch.version.hip:
-        large = gpu.gcnArchName.startswith(("gfx94", "gfx95"))
-        return 2 * ((128 if large else 32) + 76) * 2**20
-    return 2 * (2**25 if gpu and gpu.major in (9, 10, 12) else 8320 * 1024)
+    name = card or ""
+    if card is None and torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties()
+        if torch.version.hip:
+            name = "MI3" if gpu.gcnArchName.startswith(("gfx94", "gfx95")) else "MI"
+        else:
+            name = "H100" if gpu.major in (9, 10, 12) else ""
+    return int(2 * 2**20 * next(v for k, v in WORKSPACE_MIB_BY_CARD.items() if re.match(k, name)))
 
 
 def kernel_workspace_bytes(operator: Any, args: tuple) -> int:

@@ -10,11 +10,12 @@ Left out:
 - caches: all bytes come from memory (caches would change the cost of a policy by about one
   percentage point)
 - offload's copies, which run at the same time as the computation (but may take longer than it)
-- the time in which DDP averages gradients
+- the time of communication (`PlanRequest.communication_seconds` in trainer/plan.py adds it)
 - all FLOPs outside of matrix products
 - the time of Python code, which is most of a small model's step on a CPU
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +48,25 @@ class Card:
     # None: attention reaches the FLOP/s of other matrix products.
     attention: tuple[tuple[float, float], ...] | None = None
     device_type: str = "cuda"  # torch's: "cuda" for AMD's GPUs, too; "mps" for Apple's chips
+
+
+# Links between the cards of a machine -> bytes/s in each direction. PCIe: 16 lanes (PCI-SIG).
+# NVLink: an A100's (NVIDIA's data sheet has 600 GB/s for both directions together).
+LINKS = {"pcie3": 15.75e9, "pcie4": 31.5e9, "pcie5": 63e9, "nvlink": 300e9}
+LINK_EFFICIENCY = 0.8  # share of a link's bytes/s that collectives are assumed to reach
+# Start of a card's name -> its link: the PCIe generation of its data sheet, or NVLink for cards
+# without a slot. The first line that matches counts. (Some cards have only 8 lanes.)
+LINK_BY_CARD = {
+    "GTX|RTX 20[678]|TITAN|Quadro|P4|P100 PCIe|V100 PCIe|V100S|T4": "pcie3",
+    r"RTX (50[5-9]|PRO)|H100 (PCIe|NVL)|H200 NVL|MI3": "pcie5",
+    r"RTX|[AL]\d\d?[GS]?\b(?!0)|A\d00 PCIe|MI|RX": "pcie4",
+    "": "nvlink",
+}
+
+
+def default_link(card: Card) -> str:
+    """Return the key of LINKS for the machines in which a card is usually sold."""
+    return next(link for name, link in LINK_BY_CARD.items() if re.match(name, card.name))
 
 
 def seconds_of_each_op(work: np.recarray, card: Card) -> np.ndarray:

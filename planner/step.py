@@ -121,11 +121,12 @@ class Planner:
     # other rank has more tokens or heads.
     sp_degree: int = 1
     gather_in_bfloat16: bool = False  # gather the blocks' shards in bfloat16
+    card_name: str | None = None  # name in CARDS; None: another card
 
     def __post_init__(self) -> None:
         config = self.config
         self.on_cpu = self.device_type == "cpu"
-        self.has_one_kernel_addmm = self.device_type in head.ONE_KERNEL_ADDMM_DEVICES
+        self.has_one_kernel_addmm = self.device_type == "cuda" and head.HAS_ADDMM_OUT_DTYPE
         self.sequence = SequenceShard(0, self.sp_degree, config.n_heads, fake_all_to_all)
         self.local_seq_len = self.sequence.start_sharding(self.seq_len).stop  # tokens per sequence
         self.fake = FakeTensorMode()
@@ -346,13 +347,9 @@ class Planner:
             ids, labels = (tensor[:, : self.local_seq_len] for tensor in batch)
             del rows
         with (
-            recording_simulated_ops(self.device_type, self.fake, sources) as log,
+            recording_simulated_ops(self.device_type, self.fake, sources, self.card_name) as log,
             patched(model, blocks=blocks),
-            patched(
-                head,
-                chunk_starts=make_chunk_starts_replacement(log, known),
-                ONE_KERNEL_ADDMM_DEVICES={"cpu"} if self.has_one_kernel_addmm else set(),
-            ),
+            patched(head, chunk_starts=make_chunk_starts_replacement(log, known)),
             ExitStack() as hooks,
         ):
             model.config, pool = config, SimulatedPinnedPool(log, self.on_cpu)
@@ -372,6 +369,7 @@ class Planner:
             forward = partial(model, ids, labels)
             with plan_errors("model.py cannot be planned", Exception):
                 loss = forward_and_backward(log, forward, self.precision, cache_enabled=False)
+            del forward, ids, labels, batch  # freed before the update
             label_existing_storages(log, self.names, self.optimizer, self.sums)
             if self.shard_degree > 1:
                 shard_options = self.on_cpu, self.gather_in_bfloat16, self.sums
@@ -513,20 +511,25 @@ def patched(thing: Any, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def recording_simulated_ops(
-    device_type: str, fake: FakeTensorMode, sources: CallSiteTracker | None = None
+    device_type: str,
+    fake: FakeTensorMode,
+    sources: CallSiteTracker | None = None,
+    card_name: str | None = None,
 ) -> Iterator[OpRecorder]:
     """Record the operators that run on fake tensors in this context; yield the recorder.
 
     The fake tensors are always on a CPU. For "cuda" dropout and attention are replaced by functions
     that keep the same tensors as CUDA's fused ones, and the workspaces of CUDA's kernels are added.
     For "mps" dropout and attention are not fused, as in real training. `sources`: finds the call
-    sites that the recorder stores; None: store no call sites.
+    sites that the recorder stores; None: store no call sites. `card_name`: the planned card; None:
+    this machine's.
     """
     on_cuda = device_type == "cuda"
     with (
         fake,
         OpRecorder(sources, kernel_workspace=kernel_workspace_bytes if on_cuda else None) as log,
         patched(F, **(FUSED_REPLACEMENTS if on_cuda else {})),
+        patched(head, device_type_of=lambda tensor: device_type),
         sources.listen() if sources else nullcontext(),
         # On MPS attention is not fused, so it keeps its scores (B, H, T, T). MATH does so, too.
         sdpa_kernel(SDPBackend.MATH) if device_type == "mps" else nullcontext(),
@@ -534,7 +537,7 @@ def recording_simulated_ops(
     ):
         if on_cuda:
             log.add_non_tensor_storage(
-                cublas_workspace_bytes(),
+                cublas_workspace_bytes(card_name),
                 "workspaces of cuBLAS",
                 "its kernels work in them",
                 0,

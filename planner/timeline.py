@@ -186,6 +186,15 @@ class StepMemory:
         )
         return first + (micro_batches - 1) * other + segment_seconds(update, card)
 
+    def phase_seconds(self, card: Card) -> tuple[float, float]:
+        """Return the seconds of backward, and of a whole micro-batch without the update."""
+        timed = [
+            (segment.phase_marks[0][1], segment_seconds(segment, card))
+            for segment, _ in self.segments_and_block_shifts[:-1]
+        ]
+        backward = sum(seconds for phase, seconds in timed if phase == "backward")
+        return backward, sum(seconds for _, seconds in timed)
+
     @cached_property
     def segment_starts(self) -> list[int]:
         """Position of each segment's first operator in the step; at the end len(self.timeline)."""

@@ -39,6 +39,7 @@ from planner.cards import THIS_MACHINE
 from planner.formulas import closed_form_bytes_by_part
 from planner.operators import MATMUL_DTYPES
 from planner.record import StepRecord
+from planner.roofline import LINKS, default_link
 from planner.shards import gathered_bytes
 from scripts import cli_main, plan_table
 from scripts.plan_table import (
@@ -64,7 +65,7 @@ from trainer.report import describe_model
 
 PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # the total is not known in advance
 # Typed flags that the recommended command does not repeat.
-ANSWERED = {"memory_budget", "card", "use_activation_checkpoint"}
+ANSWERED = {"memory_budget", "card", "link", "use_activation_checkpoint"}
 DEEPER = 2  # largest number of policies that the line of `deeper_words` names
 
 
@@ -86,6 +87,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--sp", action="store_true",
         help="with --nproc-per-node: plan for train_sp.py, whose processes shard each sequence and "
         "the model; the prediction is for the first process")  # fmt: skip
+    add("--link", choices=LINKS,
+        help="with --card and --nproc-per-node: what connects the cards, for the time of "
+        "communication (default: by the card)")  # fmt: skip
     add("--longest-sequence", action="store_true",
         help="find the longest sequence that fits with each policy at this --batch-size, in "
         f"multiples of {STEP} tokens; positions grow with it, unless --max-position-embeddings is "
@@ -118,6 +122,8 @@ def check(args: argparse.Namespace) -> None:
     """Raise UsageError if flags contradict each other."""
     if args.all_knobs and args.card is None:
         raise UsageError(f"--all-knobs compares times: name a --card, or --card {THIS_MACHINE}")
+    if args.link and (args.card is None or args.nproc_per_node is None):
+        raise UsageError("--link is for the time of several cards: add --card, --nproc-per-node")
     if args.all_knobs and args.longest_sequence:
         raise UsageError("--all-knobs and --longest-sequence: ask one after the other")
     if args.fsdp and args.sp:
@@ -136,6 +142,8 @@ def parse_request(argv: list[str]) -> tuple[PlanRequest, float]:
     DataError."""
     args, start = parse(argv), time.perf_counter()
     request = make_request(args, args.nproc_per_node, args.fsdp or args.sp, args.sp)
+    if request.card and request.processes > 1 and request.device.type == "cuda":
+        request = replace(request, link=args.link or default_link(request.card))
     if args.longest_sequence and request.memory_budget.limit_bytes is None:
         raise UsageError("--longest-sequence: within what? --card or --memory-budget tells")
     return request, time.perf_counter() - start
@@ -262,7 +270,8 @@ def whole_run(request: PlanRequest, taken: Candidate | None) -> tuple[dict[str, 
     run["seconds"] = seconds = taken.seconds * steps
     time = f"{'more than' if taken.offloaded else 'about'} {format_time(seconds)}"
     words = f"{tokens:,} tokens, {steps:,} steps: {time}"
-    return run, [f"run      {words}; without data, communication, evaluation"]
+    without = "data, evaluation" if request.link else "data, communication, evaluation"
+    return run, [f"run      {words}; without {without}"]
 
 
 # ---- The whole plan

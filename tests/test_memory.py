@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.shapes import CONFIG, MEMORY, MIXES, PRECISIONS, WIDE, T
+from harness.answers import question
 from harness.planned import measured_peak, planner
 from harness.runs import parse
 from test_model import random_ids
@@ -60,6 +61,14 @@ def test_predicted_peak_is_that_of_a_real_step(config, batch_size, precision, ac
     assert plan.step(batch_size).peak == pytest.approx(measured, rel=0.003)
 
 
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_ids_and_labels_count_to_the_byte(batch_size):
+    """Those of one sequence share their memory. (The trainers free the loss, 4 bytes, later.)"""
+    for config in (CONFIG, replace(CONFIG, **FULL)):
+        more = planner(config).step(batch_size).peak - measured_peak(config, batch_size)
+        assert more in (0, 4)
+
+
 def maker(mode: tuple[str, str], precision: str = "fp32"):
     """Makes the optimizer that the trainers make."""
     args = parse(f"--optimizer={mode[0]} --moments-dtype={mode[1]}")
@@ -104,10 +113,10 @@ def test_mps_keeps_attentions_scores(policy, dropout):
 @pytest.mark.parametrize(("precision", "each"), [("bf16", 5 * 2 * 128 * (32 + 1) * 4), ("fp32", 0)])
 def test_inside_of_a_gpus_kernels(precision, each, monkeypatch):
     """While attention's backward runs: dq_accum and softmax_d; T = 32 and D = 16 are rounded up."""
-    monkeypatch.setattr("planner.step.cublas_workspace_bytes", lambda: 1000)
+    monkeypatch.setattr("planner.step.cublas_workspace_bytes", lambda card: 1000)
     with_kernels = planner(CONFIG, precision, device_type="cuda").step(5, **FULL).bytes_by_op
     monkeypatch.setattr("planner.step.kernel_workspace_bytes", lambda operator, args: 0)
-    monkeypatch.setattr("planner.step.cublas_workspace_bytes", lambda: 0)
+    monkeypatch.setattr("planner.step.cublas_workspace_bytes", lambda card: 0)
     without = planner(CONFIG, precision, device_type="cuda").step(5, **FULL)
     more = with_kernels - without.bytes_by_op - 1000
     assert sorted(more)[-CONFIG.n_layers - 1 :] == [0] + [each] * CONFIG.n_layers
@@ -135,6 +144,11 @@ def test_what_a_gpus_matmuls_work_in(major, arch, mib, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: there)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
     assert cublas_workspace_bytes() == mib * 2**20
+    # Those of a planned card do not depend on it.
+    cards = {"H100": 64, "RTX 5090": 64, "RTX 5000 Ada": 16.25, "A100": 16.25, "MI300X": 408}
+    assert {card: cublas_workspace_bytes(card) / 2**20 for card in cards} == cards
+    asked = question("--card A100").planner
+    assert asked.step(1).timeline[0, -1] == 16.25 * 2**20
 
 
 # ---- offload on a GPU
@@ -158,6 +172,15 @@ def test_what_is_on_its_way_counts(monkeypatch):
     assert forward[1] - forward[0] == 2 * x
     monkeypatch.setattr("memory.offload.prefetch_all", lambda tickets: None)  # not ahead of its use
     assert backward - on_the_gpu("backward") == x
+
+
+def test_the_head_runs_the_operators_of_the_planned_device():
+    """CUDA adds a chunk's part of the weight's gradient in one operator, a CPU in several."""
+    wide = replace(WIDE, vocab_size=2**17, loss_chunks=2)  # two parts of the weight
+    for kind in ("cuda", "cpu"):
+        record = planner(wide, "bf16", device_type=kind).record(1)
+        head = record.operator_names[record.step_memory.phase_slice("head")]
+        assert [head.count("addmm"), "exp" in head] == ([2, True] if kind == "cuda" else [0, False])
 
 
 # ---- formulas

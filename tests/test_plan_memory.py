@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from planner import CARDS, Planner
 from planner.choose import UNIFORM_POLICIES
+from planner.roofline import LINKS
 from scripts import plan_memory
 from scripts.plan_table import digits, format_time, recommend
 from trainer.device import MemoryBudget, without_margin
@@ -66,7 +67,7 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
         word = "yes" if row["fits_safely"] else "tight" if row["fits"] else "no"
         assert re.search(f"  {word} +{row['largest_batch']:,}$", line)
         if card:
-            seconds = step.seconds(card, asked.args.grad_accum_steps)
+            seconds = asked.seconds(step)
             assert row["seconds"] == pytest.approx(seconds, rel=1e-9)
             assert row["tokens_per_s"] == pytest.approx(sequences * 32 / seconds)
     fitting = [row for row in answer.json["rows"][:-1] if row["fits_safely"]]
@@ -290,7 +291,7 @@ def test_the_whole_run(flags, tokens, steps, words):
     run = answer.json["run"]
     seconds = steps * answer.rows[answer.json["takes"]]["seconds"]
     assert run == {"tokens": tokens, "steps": steps, "seconds": pytest.approx(seconds, rel=1e-9)}
-    (said,) = re.findall(r"^run      (.*); without data, communication", answer.out, re.M)
+    (said,) = re.findall(r"^run      (.*); without data, ", answer.out, re.M)
     assert said == f"{words}: about {format_time(run['seconds'])}"
 
 
@@ -308,3 +309,20 @@ def test_the_whole_run(flags, tokens, steps, words):
 )  # fmt: skip
 def test_figures_in_words(form, value, words):
     assert form(value) == words
+
+
+# ---- communication
+
+
+@pytest.mark.parametrize(("flag", "times"), [("", 2), ("--fsdp", 3), ("--sp", 3)])
+def test_the_time_of_communication_is_that_of_its_bytes_over_the_link(flag, times, monkeypatch):
+    """Less what runs beside it. On a link so slow that nothing else matters."""
+    monkeypatch.setitem(LINKS, "pcie3", 1.0)
+    asked = question(f"--card H100 --nproc-per-node 2 {flag} --link pcie3")
+    step, weights = asked.predicted_step, 4 * asked.planner.n_parameters
+    exchanged = 8 * 2 * 16 * 2 * step.batch_size * 16 * (flag == "--sp")  # bfloat16
+    expected = (times * weights + exchanged) / 2 / 0.8
+    assert asked.communication_seconds(step) == pytest.approx(expected, rel=1e-3)
+    assert asked.seconds(step) == step.seconds(asked.card) + asked.communication_seconds(step)
+    fast = question(f"--card H100 --nproc-per-node 2 {flag}")
+    assert fast.link == "nvlink" and fast.communication_seconds(step) < 1e-3

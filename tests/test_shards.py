@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from cases.shapes import WIDE
-from harness.answers import BATCH, SHAPE, ask, parse, room_for
+from harness.answers import BATCH, SHAPE, ask, parse, question, room_for
 from harness.planned import planner
 from harness.runs import start_together
 from harness.sharded import CASES, LONG_CASES
@@ -47,7 +47,8 @@ def test_predicted_peak_is_that_of_real_processes(act, n, names, tmp_path):
             "accumulates_gradients": case.micro_batches > 1,
             "gather_in_bfloat16": case.gather == "bfloat16",
         }
-        more |= {"make_optimizer": partial(make_optimizer, args=case.flags, **how)}
+        optimizer = partial(make_optimizer, args=case.flags, sharded=True, **how)
+        more |= {"make_optimizer": optimizer}
         precision = "fp32" if case.dtype == torch.float32 else "bf16"
         step = planner(case.config, precision, **more).step(case.batch_size)
         assert 0.98 <= step.peak / peak <= 1.02, name
@@ -118,3 +119,10 @@ def test_the_way_to_shards_is_named_where_the_state_does_not_fit():
     at_state = replace(ddp, memory_budget=room_for(ddp.state_bytes))
     for asked, named in ((at_state, True), (replace(at_state, processes=1), False)):
         assert ("(train_fsdp.py deals them out)" in asked.advice_and_change()[0]) == named
+
+
+def test_the_update_of_shards_is_planned_as_it_runs():
+    """A DTensor is updated by LeanOptimizer, which calls the kernel for each weight."""
+    for flags, calls in (("", 1), ("--fsdp --nproc-per-node 2", 12)):
+        record = question(f"--device cuda {flags}").planner.record(1)
+        assert record.operator_names.count("_fused_adamw_") >= calls

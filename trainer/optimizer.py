@@ -42,7 +42,11 @@ PADDING_MULTIPLE = 64
 
 
 def make_optimizer(
-    model: MiniGPT, args: argparse.Namespace, device: torch.device, precision: torch.dtype
+    model: MiniGPT,
+    args: argparse.Namespace,
+    device: torch.device,
+    precision: torch.dtype,
+    sharded: bool = False,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that --optimizer and --moments-dtype name.
 
@@ -53,7 +57,8 @@ def make_optimizer(
 
     Weight decay pulls matrices and embeddings towards zero. Biases and LayerNorm gains get no
     weight decay, because they have no reason to be small. `precision`: the dtype of the model's
-    matmuls.
+    matmuls. `sharded`: the parameters are this process's rows of sharded parameters, as plain
+    tensors (the planner has no DTensors).
     """
     muon = args.optimizer == "muon"
     matrices, decayed, undecayed = [], [], []
@@ -69,7 +74,7 @@ def make_optimizer(
         {"params": undecayed, "weight_decay": 0.0},
     ]
     moments = getattr(torch, args.moments_dtype)
-    unsharded = not any(map(is_sharded, model.parameters()))
+    unsharded = not (sharded or any(map(is_sharded, model.parameters())))
     if not muon and moments == torch.float32 and unsharded:
         return torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, eps=EPS, fused=True)
     if muon:

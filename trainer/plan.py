@@ -30,6 +30,7 @@ from planner.choose import (
     simulate_policies_fastest_first,
 )
 from planner.formulas import recomputed_flops_key
+from planner.roofline import LINK_EFFICIENCY, LINKS
 
 from .bootstrap import PROJECT_FOLDER
 from .device import (
@@ -197,6 +198,7 @@ def make_planner(
     ddp: bool = False,
     shard_degree: int = 1,
     sp_degree: int = 1,
+    card: Card | None = None,
 ) -> Planner:
     """Return the planner of the run that the flags describe.
 
@@ -205,6 +207,7 @@ def make_planner(
         ddp: gradients are averaged by DDP (train_ddp.py).
         shard_degree: number of processes that shard one model (train_fsdp.py).
         sp_degree: number of processes that share each sequence (train_sp.py).
+        card: the card of the run; None: unknown.
     Raises:
         UsageError: `check_gather_dtype_flag` refuses the flags.
     """
@@ -214,7 +217,13 @@ def make_planner(
         config,
         args.seq_len,
         precision=precision,
-        make_optimizer=partial(make_optimizer, args=args, device=device, precision=precision),
+        make_optimizer=partial(
+            make_optimizer,
+            args=args,
+            device=device,
+            precision=precision,
+            sharded=shard_degree > 1,
+        ),
         clip_gradients=OneProcess(device).clip_gradients,
         device_type=device.type,
         accumulates_gradients=args.grad_accum_steps > 1,
@@ -223,6 +232,7 @@ def make_planner(
         shard_degree=shard_degree,
         sp_degree=sp_degree,
         gather_in_bfloat16=shard_degree > 1 and args.gather_dtype == "bfloat16",
+        card_name=card.name if card and card.memory else None,  # memory 0: a measured card
     )
 
 
@@ -242,6 +252,7 @@ class PlanRequest:
     processes: int = 1  # number of all processes; with `ddp` each process has the whole model
     shard_degree: int = 1  # number of processes that shard one model
     sp_degree: int = 1  # number of processes that share each sequence
+    link: str | None = None  # key of LINKS; None: leave the time of communication out
     on_simulate: Callable[[], object] = lambda: None  # called before each simulated step
     # Planners and largest batches; copies of the request share this cache.
     planner_cache: dict[tuple, Any] = field(default_factory=dict)
@@ -260,7 +271,7 @@ class PlanRequest:
         policy share one planner."""
         args, config = self.args, self.config
         optimizer = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1, args.gather_dtype
-        layout = self.ddp, self.shard_degree, self.sp_degree
+        layout = self.ddp, self.shard_degree, self.sp_degree, self.card
         key = replace(config, recompute="none"), args.seq_len, optimizer, *layout
         if key not in self.planner_cache:
             self.on_simulate()
@@ -427,11 +438,37 @@ class PlanRequest:
     def seconds(self, step: StepMemory) -> float:
         """Return the predicted seconds of a training step: all its micro-batches and one update.
 
-        `step`: one micro-batch and the update of the weights, as the planner simulates them. The
-        result does not include the time to gather shards.
+        `step`: one micro-batch and the update of the weights, as the planner simulates them.
         """
         assert self.card
-        return step.seconds(self.card, self.args.grad_accum_steps)
+        computing = step.seconds(self.card, self.args.grad_accum_steps)
+        return computing + self.communication_seconds(step)
+
+    def communication_seconds(self, step: StepMemory) -> float:
+        """Return the predicted seconds in which a training step only communicates; 0: no link.
+
+        Each process of N sends (N - 1) / N of the bytes of a gather, of a reduce-scatter and of an
+        all-to-all, and twice as many in an all-reduce. DDP reduces the gradients of a step at the
+        time of the last backward. Shards are gathered at the time of each forward and backward, and
+        the gradients are scattered in the last backward. Only what takes longer than that counts.
+        Attention of a shared sequence waits for its all-to-alls: of q, k, v and its result, in
+        forward and in backward. (A policy that replays attention repeats them: left out.)
+        """
+        if self.link is None or self.processes == 1 or self.card is None:
+            return 0
+        n, config, micro_batches = self.processes, step.config, self.args.grad_accum_steps
+        rate = LINK_EFFICIENCY * LINKS[self.link] * n / (n - 1)
+        whole = 4 * self.planner.n_parameters
+        gathered = whole // (2 if self.args.gather_dtype == "bfloat16" else 1)
+        backward, all_phases = step.phase_seconds(self.card)
+        if self.ddp:
+            return max(0, 2 * whole / (1 + self.args.compress_gradients) / rate - backward)
+        in_blocks = 8 * config.n_layers * config.d_model * self.precision.itemsize
+        tokens = step.batch_size * self.planner.local_seq_len
+        exchanges = (self.sp_degree > 1) * in_blocks * tokens / rate
+        hidden = max(0, 2 * gathered / rate - all_phases)
+        last = max(0, (2 * gathered + whole) / rate - all_phases)
+        return micro_batches * exchanges + (micro_batches - 1) * hidden + last
 
     def tokens_per_s(self, step: StepMemory) -> float:
         """Return the predicted tokens per second of all processes together."""
