@@ -3,9 +3,9 @@
 The architecture is GPT-2's (Radford et al., 2019): learned position embeddings, pre-LayerNorm
 blocks, tanh GELU, biases, and a head that shares its weight with the token embedding.
 
-Start at `MiniGPT.forward`, which runs the whole model. This project is about one line of that
-method: the call of `checkpoint`. This file needs only torch, so you can copy it alone. The folder
-memory/ adds techniques that save more memory. Recompute policies in memory/ call `Block`'s methods.
+Start at `MiniGPT.forward`, which runs the whole model. This project is about its call of
+`checkpoint`. This file needs only torch, so you can copy it alone. The folder memory/ has
+techniques that save more memory. Its recompute policies call `Block`'s methods.
 
 Shapes: B batch size, T tokens per sequence, C channels (d_model), H heads, D = C / H, V vocabulary.
 """
@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# KV cache: Attention module -> (keys, values), each (B, H, tokens so far, D). None: no cache.
-KVCache = dict[nn.Module, tuple[Tensor, Tensor]] | None
+# KV cache of a layer: [] or [keys, values], each (B, H, tokens so far, D). None: no cache.
+KVCache = list[Tensor] | None
+DRAWN_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Conv1d)
 # The package memory/; None if missing. (Another package may have this name: hence the `hasattr`.)
 MEMORY_PACKAGE: Any = importlib.util.find_spec("memory") and importlib.import_module("memory")
 
@@ -32,8 +33,7 @@ MEMORY_PACKAGE: Any = importlib.util.find_spec("memory") and importlib.import_mo
 class MiniGPTConfig:
     """Shape of a MiniGPT (by default GPT-2 small, 124M parameters) and its memory settings.
 
-    Raises ValueError with the field's name if a value is impossible, and ImportError if a setting
-    needs the folder memory/ and this folder is missing."""
+    Raises ValueError with the name of an impossible field, and ImportError without memory/."""
 
     vocab_size: int = 50257
     max_position_embeddings: int = 1024
@@ -53,9 +53,10 @@ class MiniGPTConfig:
         for name, minimum in {**dict.fromkeys(shape, 1), "loss_chunks": 0, "mlp_chunks": 0}.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, not {getattr(self, name)}")
-        C, H = self.d_model, self.n_heads
-        if C % H:
-            raise ValueError(f"d_model ({C}) must be divisible by n_heads ({H})")
+        if self.d_model % self.n_heads:
+            raise ValueError(
+                f"d_model ({self.d_model}) must be divisible by n_heads ({self.n_heads})"
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
         if self.recompute not in ("none", "full") or self.loss_chunks > 1 or self.mlp_chunks != 1:
@@ -78,16 +79,14 @@ class Attention(nn.Module):
     def attend(self, qkv: Tensor, kv_cache: KVCache = None) -> Tensor:
         """Run attention on q, k and v, side by side in `qkv` (B, T, 3C); return (B, T, C).
 
-        With `kv_cache`, append the new keys and values to it, and attend to all keys in it.
-        In train_sp.py `qkv` has only this rank's heads, so H and C count only the heads and the
-        channels of this rank."""
+        With `kv_cache`, append the new keys and values to it, and attend to all keys in it. In
+        train_sp.py H and C are the heads and the channels of this rank."""
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         q, k, v = (x.view(B, T, -1, self.head_size).transpose(1, 2) for x in qkv.split(C, dim=2))
         if kv_cache is not None:
-            if self in kv_cache:
-                k = torch.cat([kv_cache[self][0], k], dim=2)
-                v = torch.cat([kv_cache[self][1], v], dim=2)
-            kv_cache[self] = k, v
+            if kv_cache:
+                k, v = (torch.cat(pair, dim=2) for pair in zip(kv_cache, (k, v), strict=True))
+            kv_cache[:] = k, v
         # A single token may attend to all keys, so it needs no causal mask. The fused kernel never
         # stores the scores (B, H, T, T): its backward recomputes them.
         dropout = self.dropout if self.training else 0.0
@@ -171,10 +170,9 @@ class MiniGPT(nn.Module):
     Labels are shifted: labels[:, t] is the token after input_ids[:, t]. Labels of -100 are ignored.
     `model(input_ids)` returns logits (B, T, V). `start`: position of the first token (train_sp.py).
 
-    `kv_cache`: only in eval(). Pass {} with the first tokens of a text, then the same cache with
-    one new token per call. The logits, (B, 1, V), are those of the last token. Raises ValueError
-    for other uses of the cache, and for more than max_position_embeddings positions.
-    """
+    `kv_cache`: only in eval(). Pass {} with the first tokens of a text, then the same cache (layer
+    -> KVCache) with one new token per call. The logits, (B, 1, V), are those of the last token.
+    Raises ValueError for other uses, and for more than max_position_embeddings positions."""
 
     def __init__(self, config: MiniGPTConfig):
         super().__init__()
@@ -192,15 +190,10 @@ class MiniGPT(nn.Module):
         self.init_weights()
 
     def forward(
-        self,
-        input_ids: Tensor,
-        labels: Tensor | None = None,
-        kv_cache: KVCache = None,
-        start: int = 0,
+        self, input_ids: Tensor, labels: Tensor | None = None, kv_cache: Any = None, start: int = 0
     ) -> Tensor:
         T, limit = input_ids.size(1), self.config.max_position_embeddings
-        if kv_cache:  # it is filled: the new token comes after its tokens
-            start = next(iter(kv_cache.values()))[0].size(2)
+        start = kv_cache[0][0].size(2) if kv_cache else start  # filled: after its tokens
         if kv_cache is not None and (self.training or kv_cache and T > 1):
             raise ValueError("a KV cache is for eval(); once it is filled, pass one token a call")
         if start + T > limit:
@@ -209,14 +202,15 @@ class MiniGPT(nn.Module):
         x, head_weight = self.embed(self.token_embedding, input_ids)
         x = self.dropout(x + self.position_embedding(positions))  # (B, T, C)
         has_dropout = self.config.dropout > 0
-        for block, recompute in self.blocks_with_recompute(self):
+        for i, (block, recompute) in enumerate(self.blocks_with_recompute(self)):
+            layer_cache = None if kv_cache is None else kv_cache.setdefault(i, [])
             if recompute:
                 # The activation checkpoint keeps only x and, with dropout, the RNG's state.
                 # Backward runs the block again, with the same dropout masks, and stops at the last
                 # tensor that backward needs: mlp.c_proj's input or, with dropout, the last mask.
                 x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=has_dropout)
             else:
-                x = block(x, kv_cache)  # autograd keeps every intermediate that backward needs
+                x = block(x, layer_cache)  # autograd keeps all intermediates that backward needs
         x = self.ln_f(x)
         if labels is None:
             return F.linear(x if kv_cache is None else x[:, -1:], head_weight)
@@ -228,23 +222,25 @@ class MiniGPT(nn.Module):
 
         For c_proj, the deviation is 0.02 / sqrt(2 n_layers): otherwise the variance of the residual
         stream would grow with depth. The CPU draws, so a seed gives the same weights on any device.
-        `shard_like(full, weight)` returns this rank's rows of the full tensor (train_fsdp.py).
-        """
+        `shard_like(full, weight)` returns this rank's rows of the full tensor (train_fsdp.py). All
+        parameters outside of DRAWN_LAYERS keep their first values."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
-                std = residual_std if name.endswith("c_proj.weight") else 0.02
-                full = torch.empty(parameter.shape).normal_(std=std)
-                parameter.copy_(shard_like(full, parameter))
-            else:  # a LayerNorm's gain, or a bias
-                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+        for layer_name, layer in self.named_modules():
+            std = residual_std if layer_name.endswith("c_proj") else 0.02
+            own = layer.named_parameters(recurse=False)
+            for name, parameter in own if isinstance(layer, DRAWN_LAYERS) else ():
+                if parameter.dim() > 1:
+                    full = torch.empty(parameter.shape).normal_(std=std)
+                    parameter.copy_(shard_like(full, parameter))
+                else:  # a LayerNorm's gain, or a bias
+                    parameter.fill_(1.0 if name == "weight" else 0.0)
 
     @torch.no_grad()
     def stream_tokens(self, input_ids: Tensor, max_new_tokens: int, **sampling) -> Iterator[Tensor]:
         """Yield tokens (B, 1) after `input_ids` (B, T >= 1). `sampling`: see `sample_next_ids`."""
         limit, was_training = self.config.max_position_embeddings, self.training
         self.eval()
-        ids, next_ids, kv_cache = input_ids, input_ids, dict[nn.Module, Any]()
+        ids, next_ids, kv_cache = input_ids, input_ids, dict[int, list[Tensor]]()
         try:
             for _ in range(max_new_tokens):
                 if ids.size(1) > limit:
@@ -269,8 +265,7 @@ def sample_next_ids(
 
     `temperature`: below 1, likely tokens become likelier; at 0 the likeliest token is chosen.
     `top_k`: draw only from the k likeliest tokens. `top_p`: draw only from the smallest set of
-    likeliest tokens whose probabilities sum to p or more (Holtzman et al., 2020).
-    """
+    likeliest tokens whose probabilities sum to p or more (Holtzman et al., 2020)."""
     if temperature < 1e-6:  # dividing by a smaller number could overflow
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature

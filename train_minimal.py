@@ -158,7 +158,7 @@ def evaluate(run: Run) -> dict[str, float | None]:
     """
     run.model.eval()
     batches = []  # (loss, tokens, bytes) per batch; read after the loop: a read waits for the GPU
-    for first in range(0, len(run.val_batches), run.process.replicas):
+    for first in run.evaluation_rounds():  # (ends early if a signal asks the run to stop)
         # In the last round there may be no batch left for this process. Then the process evaluates
         # an earlier batch again and ignores the result, because the forward of a sharded model
         # needs all processes.
@@ -202,7 +202,7 @@ def train(run: Run) -> dict[str, Any]:
     if record:  # the run had saved this step, but ended before it logged the step: log the step now
         log_and_maybe_evaluate(run, record, is_due(run.step, args.eval_interval, args.num_steps))
     skipped = SkippedUpdateCounter(run)
-    with bar, clock, Signals(run) as signals:
+    with bar, clock, Signals(run):
         while run.step < args.num_steps and not run.stop_signal:
             run.step += 1
             losses, grad_norm = train_step(run)
@@ -217,7 +217,7 @@ def train(run: Run) -> dict[str, Any]:
             # received a signal to stop. They all save if a signal or --save-minutes asked one of
             # them to save. They all log if rank 0 has printed nothing for a long time.
             run.stop_signal, save_requested, silent = process.all_reduce_max(
-                [signals.received, is_save_requested_or_overdue(run), is_log_overdue(run)]
+                [run.received_signal, is_save_requested_or_overdue(run), is_log_overdue(run)]
             )
             log_now = is_due(run.step, args.log_interval, args.num_steps) or silent
             evaluate_now = is_due(run.step, args.eval_interval, args.num_steps)

@@ -17,14 +17,17 @@ import numpy as np
 import torch
 
 from .documents import suffix_of
-from .tokenizer import DataError, Tokenizer, errors_as_data_errors
+from .tokenizer import DataError, errors_as_data_errors
 
 # A file of llm.c begins with a header of 256 int32: magic, version, number of tokens, padding. A
 # file of nanoGPT has no header. It contains ids of GPT-2 as uint16, and these ids are below 50257.
 # The first two bytes of each magic in LLMC_FORMATS, as a uint16, are 55432 or 55713. No id is so
 # large, so a file of nanoGPT cannot begin with a magic.
-LLMC_FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # (magic, version) -> dtype
+LLMC_FORMATS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # magic -> (version, dtype)
 LLMC_HEADER_BYTES = 256 * 4
+# If a file without a header contains ids of 32 or 64 bits, at least every second uint16 is the high
+# half of an id. Ids are below 2**20, so a high half is below 16. The check reads so many numbers.
+WIDTH_CHECK_NUMBERS = 4096
 CHUNK_TOKENS = 2**20  # number of tokens that `id_chunks` reads at a time
 # split -> (the name of the split in messages, how to make the split longer)
 NAME_AND_HINT_BY_SPLIT = {
@@ -35,13 +38,14 @@ NAME_AND_HINT_BY_SPLIT = {
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Token file, or a part of a token file: `count` tokens of `dtype` (uint16 or uint32). The
-    first token is at byte `offset` of the file `path`."""
+    """Token file, or a part of a token file: `count` tokens of `dtype` (any integer type). The
+    first token is at byte `offset` of the file `path`. All ids are below `vocab_size`."""
 
     path: Path
     dtype: np.dtype
     offset: int
     count: int
+    vocab_size: int
 
     def sub_file(self, start: int, stop: int) -> "TokenFile":
         """Return tokens [start, stop) of this part as a new TokenFile. Indices outside of
@@ -51,31 +55,46 @@ class TokenFile:
         return replace(self, offset=offset, count=max(0, stop - start))
 
     def read_all(self) -> np.ndarray:
-        """Read all ids into memory: (count,) of `dtype`, or fewer if the file has become shorter.
+        """Read all ids into memory: (count,) of `dtype`. Raises DataError if the file was deleted
+        or is shorter than before.
 
         The file is not mapped into memory, because all parts of a mapped file that the process has
         read would count as its resident memory. The file does not stay open, because a thousand
-        shards would exceed the limit of open files. Raises OSError.
+        shards would exceed the limit of open files.
         """
-        return np.fromfile(self.path, self.dtype, self.count, offset=self.offset)
+        try:
+            ids = np.fromfile(self.path, self.dtype, self.count, offset=self.offset)
+        except OSError as error:
+            raise DataError(
+                f"cannot read {self.path}: {error.strerror or error}; put it back"
+            ) from None
+        if len(ids) < self.count:
+            raise DataError(f"{self.path}: it is shorter than it was; put it back")
+        return ids
 
-    def id_chunks(self, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-        """Yield all ids in chunks of at most CHUNK_TOKENS ids. Raises DataError for an id outside
-        the vocabulary of `tokenizer`."""
-        for first in range(0, self.count, CHUNK_TOKENS):
-            ids = self.sub_file(first, first + CHUNK_TOKENS).read_all()
-            if (max_id := int(ids.max())) >= tokenizer.vocab_size:
+    def checked(self, ids: np.ndarray) -> np.ndarray:
+        """Return `ids`, which were read from this file and are not empty. Raises DataError if an id
+        is outside of the vocabulary."""
+        for id in (ids.min(), ids.max()):
+            if not 0 <= id < self.vocab_size:
                 raise DataError(
-                    f"{self.path}: holds id {max_id}, but the tokenizer ({tokenizer.name}) ends at "
-                    f"{tokenizer.vocab_size - 1}: another --tokenizer-name made it"
+                    f"{self.path}: holds id {id}, but the tokenizer ends at {self.vocab_size - 1}: "
+                    "another --tokenizer-name made it, or it was overwritten"
                 )
-            yield ids
+        return ids
+
+    def id_chunks(self) -> Iterator[np.ndarray]:
+        """Yield all ids in chunks of at most CHUNK_TOKENS ids. Raises DataError if the file cannot
+        be read, or if an id is outside of the vocabulary."""
+        for first in range(0, self.count, CHUNK_TOKENS):
+            yield self.checked(self.sub_file(first, first + CHUNK_TOKENS).read_all())
 
     @classmethod
-    def from_path(cls, path: Path) -> "TokenFile":
+    def from_path(cls, path: Path, vocab_size: int) -> "TokenFile":
         """Return the token file at `path`: a .npy file, a .bin file of llm.c (which has a header),
         or a .bin file of nanoGPT (which has none). Raises DataError."""
-        token_file = cls._from_npy(path) if suffix_of(path) == ".npy" else cls._from_bin(path)
+        find_layout = _npy_layout if suffix_of(path) == ".npy" else _bin_layout
+        token_file = cls(path, *find_layout(path), vocab_size)
         size = path.stat().st_size
         if size != token_file.offset + token_file.count * token_file.dtype.itemsize:
             raise DataError(
@@ -84,26 +103,39 @@ class TokenFile:
             )
         return token_file
 
-    @classmethod
-    def _from_bin(cls, path: Path) -> "TokenFile":
-        size, header = path.stat().st_size, np.fromfile(path, "<u4", 3).tolist()
-        dtype = LLMC_FORMATS.get(tuple(header[:2]))
-        if dtype is not None and len(header) == 3:
-            return cls(path, np.dtype(dtype), LLMC_HEADER_BYTES, header[2])
-        if size % 2:
-            raise DataError(f"{path}: {size:,} bytes is odd, so not a file of uint16 tokens")
-        return cls(path, np.dtype("uint16"), 0, size // 2)
 
-    @classmethod
-    def _from_npy(cls, path: Path) -> "TokenFile":
-        with errors_as_data_errors(path, ".npy file"):
-            array = np.lib.format.open_memmap(path, mode="r")
-        if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
+def _bin_layout(path: Path) -> tuple[np.dtype, int, int]:
+    """Return the dtype, the offset of the first token in bytes, and the number of tokens."""
+    size, header = path.stat().st_size, np.fromfile(path, "<u4", 3).tolist()
+    if len(header) == 3 and header[0] in LLMC_FORMATS:
+        version, dtype = LLMC_FORMATS[header[0]]
+        if header[1] != version:
             raise DataError(
-                f"{path}: holds {array.dtype} of shape {array.shape}; want one row of uint16 or "
-                "uint32 tokens, little-endian"
+                f"{path}: a header of llm.c of version {header[1]}, and only version {version} is "
+                "known; a file without a header, or .npy, is read, too"
             )
-        return cls(path, array.dtype, array.offset, array.shape[0])
+        return np.dtype(dtype), LLMC_HEADER_BYTES, header[2]
+    if size % 2:
+        raise DataError(f"{path}: {size:,} bytes is odd, so not a file of uint16 tokens")
+    sample = np.fromfile(path, "<u2", WIDTH_CHECK_NUMBERS)
+    for half in (sample[1::2], sample[::2]):  # (the first half of a big-endian id is the high one)
+        if len(half) >= 16 and half.max() < 16 <= sample.max():
+            raise DataError(
+                f"{path}: every second token is {'below 16' if half.any() else 0}: 32-bit ids? "
+                "Without a header, tokens are uint16; save them as .npy, which has the type"
+            )
+    return np.dtype("uint16"), 0, size // 2
+
+
+def _npy_layout(path: Path) -> tuple[np.dtype, int, int]:
+    """Return what `_bin_layout` returns, for a .npy file."""
+    with errors_as_data_errors(path, ".npy file"):
+        array = np.lib.format.open_memmap(path, mode="r")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(
+            f"{path}: holds {array.dtype} of shape {array.shape}; want one row of whole numbers"
+        )
+    return array.dtype, array.offset, len(array)
 
 
 TokenFiles = Sequence[TokenFile]
@@ -120,13 +152,13 @@ def slice_token_files(files: TokenFiles, start: int, stop: int) -> list[TokenFil
     return [part for part in parts if part.count]
 
 
-def hash_ids(files: TokenFiles, tokenizer: Tokenizer) -> str:
+def hash_ids(files: TokenFiles) -> str:
     """Return the SHA-256 (hex) of all ids, and of the dtype and the length of each file. Raises
-    DataError for an id outside the vocabulary of `tokenizer`."""
+    DataError for an id outside of the vocabulary."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.dtype} {file.count} ".encode())
-        for ids in file.id_chunks(tokenizer):
+        for ids in file.id_chunks():
             digest.update(ids.tobytes())
     return digest.hexdigest()
 
@@ -138,7 +170,7 @@ def check_length(longest: int, seq_len: int, split: str) -> None:
         kind, remedy = NAME_AND_HINT_BY_SPLIT[split]
         raise DataError(
             f"--seq-len {seq_len} needs {seq_len + 1} {kind} tokens in a row, the longest file "
-            f"has {longest}: lower --seq-len, or {remedy}"
+            f"has {longest}: {remedy}, or start a run with a lower --seq-len"
         )
 
 
@@ -161,17 +193,18 @@ class Windows:
         """Return the inputs and the labels of n windows. Both are int64 (n, T) on `device`.
 
         `numbers`: the indices of the windows, shape (n,). Raises DataError if a file was deleted,
-        or is shorter than before.
+        shortened, or overwritten with ids outside of the vocabulary.
         """
         array = np.empty((len(numbers), self.seq_len + 1), dtype=np.int64)
         shards = np.searchsorted(self.first, numbers, side="right") - 1
         for row, number, shard in zip(array, numbers.tolist(), shards.tolist(), strict=True):
             file = self.files[shard]
             start = (number - int(self.first[shard])) * self.seq_len
-            try:
-                row[:] = file.sub_file(start, start + row.size).read_all().reshape(row.size)
-            except (OSError, ValueError):  # ValueError: the file has too few tokens for the row
-                raise DataError(f"{file.path}: gone, or shorter than it was; put it back") from None
+            row[:] = file.sub_file(start, start + row.size).read_all()
+        # One check for all rows takes microseconds. As uint64, an id below 0 is above the limit.
+        if array.view(np.uint64).max() >= self.files[0].vocab_size:
+            for row, shard in zip(array, shards, strict=True):
+                self.files[shard].checked(row)
         rows, on_gpu = torch.from_numpy(array), self.device.type == "cuda"
         if on_gpu:  # without pinned memory Python would wait for the copy
             rows = rows.pin_memory()

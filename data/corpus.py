@@ -19,8 +19,15 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from .batches import TokenFile, hash_ids, slice_token_files
-from .documents import CHUNK, TOKEN_SUFFIXES, iter_chunked_documents, iter_text_chunks, suffix_of
+from .batches import TokenFile, check_length, hash_ids, slice_token_files
+from .documents import (
+    CHUNK,
+    TOKEN_SUFFIXES,
+    iter_chunked_documents,
+    iter_text_chunks,
+    open_to_read,
+    suffix_of,
+)
 from .files import CACHE_DIR, describe_paths, find_files, find_stdlib
 from .store import (
     Dataset,
@@ -50,44 +57,55 @@ class TextCorpus:
     max_tokens: int | None  # limit for the tokens of each split; None: no limit
     vocab_size: int  # number of ids of a bpe that is trained on the text
     seq_len: int  # each split must have at least seq_len + 1 tokens
+    text_key: str  # key of the text in a line of a .jsonl file
     cache_dir: Path
     say: Say
 
-    @cached_property
-    def n_documents(self) -> int:
-        """Number of documents. Counting reads all text. So an error in the text is found before
-        encoding begins."""
-        n = 0
-        for document in _iter_chunked_documents(self.train_paths + self.val_paths):
-            for _ in document:
-                pass
-            n += 1
-        return n
+    @property
+    def splits_each_file(self) -> bool:
+        """True if the end of each file is for validation: see `iter_chunked_documents`."""
+        is_short = len(self.train_paths) * self.val_ratio < 1
+        return is_short and not self.val_paths and ".jsonl" not in map(suffix_of, self.train_paths)
 
-    def iter_chunked_documents_of_split(self, split: str) -> Iterator[Iterator[str]]:
+    def iter_chunked_documents(self, split: str) -> Iterator[Iterator[str]]:
         """Yield the documents of a split, "train" or "val". Each document is an iterator over
         chunks of text. See "Which part is for validation" in data/README.md for the rule of the
         split."""
-        if self.val_paths:
-            yield from _iter_chunked_documents(
-                self.train_paths if split == "train" else self.val_paths
-            )
-        elif self.n_documents * self.val_ratio < 1 and ".jsonl" not in map(
-            suffix_of, self.train_paths
-        ):
+        if self.splits_each_file:
             for path in self.train_paths:
                 size = path.stat().st_size
                 cut = _tail_start(path, size, self.val_ratio)
-                yield (
-                    iter_text_chunks(path, 0, cut)
-                    if split == "train"
-                    else iter_text_chunks(path, cut, size)
-                )
-        else:
-            for number, document in enumerate(_iter_chunked_documents(self.train_paths)):
-                is_val = int((number + 1) * self.val_ratio) > int(number * self.val_ratio)
-                if is_val == (split == "val"):
-                    yield document
+                yield iter_text_chunks(path, *((0, cut) if split == "train" else (cut, size)))
+            return
+        paths = self.val_paths if split == "val" and self.val_paths else self.train_paths
+        documents = (iter_chunked_documents(path, self.text_key) for path in paths)
+        for number, document in enumerate(chain.from_iterable(documents)):
+            is_val = int((number + 1) * self.val_ratio) > int(number * self.val_ratio)
+            if self.val_paths or is_val == (split == "val"):
+                yield document
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """Name and size of the text, which are a part of meta.json. Reads all text, to find errors
+        before a bpe is trained. Raises DataError for an error in the text, and if a split is
+        certainly too short."""
+        # The largest number of tokens that each document can have. A token has at least one byte,
+        # except <|endoftext|>, which is before the document.
+        largest = {
+            split: np.fromiter(
+                (
+                    1 + sum(len(chunk.encode("utf-8", "replace")) for chunk in document)
+                    for document in self.iter_chunked_documents(split)
+                ),
+                np.int64,
+            )
+            for split in ("train", "val")
+        }
+        for split, counts in largest.items():
+            check_length(min(counts.sum(), self.max_tokens or sys.maxsize), self.seq_len, split)
+        n_documents = len(largest["train"]) + len(largest["val"]) * (not self.splits_each_file)
+        size = sum(path.stat().st_size for path in self.train_paths + self.val_paths)
+        return {"corpus": self.label, "documents": n_documents, "bytes": size}
 
     @cached_property
     def content_hashes(self) -> list[str]:
@@ -98,7 +116,11 @@ class TextCorpus:
         """Return the cache folder for this text and a tokenizer. `tokenizer`: the tokenizer's
         fingerprint, or the settings of a bpe that is trained on the text."""
         split = "given" if self.val_paths else self.val_ratio
-        return self.cache_dir / cache_key(self.content_hashes, tokenizer, split, self.max_tokens)
+        # (The usual key is left out: so runs and caches of older versions have the same names.)
+        text_key = () if self.text_key == "text" else (self.text_key,)
+        return self.cache_dir / cache_key(
+            self.content_hashes, tokenizer, split, self.max_tokens, *text_key
+        )
 
     def load(self, tokenizer: Tokenizer | None) -> Dataset:
         """Load the ids from the cache. If the cache does not have them, encode the text first.
@@ -108,10 +130,11 @@ class TextCorpus:
         """
         bpe_folder = self.folder(f"bpe {self.vocab_size} {BPE_TRAINING_CHARS}")
         if tokenizer is None:
-            load_or_build_folder(bpe_folder, self.build_bpe, self.say)
+            load_or_build_folder(bpe_folder, lambda: self.facts, self.build_bpe, self.say)
             tokenizer = Tokenizer("bpe", parse_ranks((bpe_folder / RANKS).read_bytes()))
         folder = self.folder(tokenizer.fingerprint)
-        meta = load_or_build_folder(folder, partial(self.build_cache_folder, tokenizer), self.say)
+        build = partial(self.build_cache_folder, tokenizer)
+        meta = load_or_build_folder(folder, lambda: self.facts, build, self.say)
         n_documents, size = meta["documents"], meta["bytes"]
         documents = "1 document" if n_documents == 1 else f"{n_documents:,} documents"
         amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
@@ -124,39 +147,33 @@ class TextCorpus:
         return Dataset.from_cache(folder, meta, tokenizer, source, fingerprint=identity.name)
 
     def build_bpe(self, folder: Path) -> dict[str, Any]:
-        """Train a bpe on the training split and write it to `folder`; return the content of
-        meta.json."""
-        self.n_documents  # noqa: B018  (reads all text, to find errors before training)
+        """Train a bpe on the training split and write it to `folder`; return what meta.json says
+        of it."""
         self.say(
             f"training a BPE of {self.vocab_size} ids on the training text (its first 10 MB at "
             "most)"
         )
-        text = chain.from_iterable(self.iter_chunked_documents_of_split("train"))
+        text = chain.from_iterable(self.iter_chunked_documents("train"))
         ranks = train_bpe(take_up_to(BPE_TRAINING_CHARS, text), self.vocab_size)
         (folder / RANKS).write_text(format_ranks(ranks))
         return {"tokenizer": "bpe", "vocab_size": len(ranks) + 1}  # + 1: <|endoftext|>
 
     def build_cache_folder(self, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-        """Write the tokenizer and the ids to `folder`; return the content of meta.json."""
-        n_bytes = sum(path.stat().st_size for path in self.train_paths + self.val_paths)
-        meta = {"corpus": self.label, "documents": self.n_documents, "bytes": n_bytes}
+        """Write the tokenizer and the ids to `folder`; return what meta.json says of them."""
         self.say(f"encoding {self.label}, once: the ids will be in {self.cache_dir}")
         (folder / RANKS).write_text(format_ranks(tokenizer.ranks))
+        n_bytes = self.facts["bytes"]
         with tqdm(total=n_bytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:
 
             def encode(split: str) -> Iterator[np.ndarray]:
-                for document in self.iter_chunked_documents_of_split(split):
+                for document in self.iter_chunked_documents(split):
                     yield np.array([tokenizer.eot_id])
                     for chunk in document:
                         yield tokenizer.encode(chunk)
                         bar.update(len(chunk.encode("utf-8", "replace")))
 
             parts = {split: encode(split) for split in ("train", "val")}
-            return meta | write_split_ids(folder, tokenizer, self.seq_len, parts, self.max_tokens)
-
-
-def _iter_chunked_documents(paths: list[Path]) -> Iterator[Iterator[str]]:
-    return chain.from_iterable(map(iter_chunked_documents, paths))
+            return write_split_ids(folder, tokenizer, self.seq_len, parts, self.max_tokens)
 
 
 def _tail_start(path: Path, size: int, val_ratio: float) -> int:
@@ -166,7 +183,7 @@ def _tail_start(path: Path, size: int, val_ratio: float) -> int:
     follows within the first CHUNK bytes of the part, the part begins after this newline instead.
     """
     cut = int(size * (1 - val_ratio))
-    with open(path, "rb") as file:
+    with open_to_read(path) as file:
         file.seek(cut)
         near = file.read(CHUNK)
     newline = near.find(b"\n") + 1
@@ -181,6 +198,7 @@ def load_dataset(
     val_data: list[str] | None,
     *,
     val_ratio: float = 0.1,
+    text_key: str | None = None,
     tokenizer_name: str | None = None,
     vocab_size: int | None = None,
     use_toy_data: bool = False,
@@ -200,6 +218,7 @@ def load_dataset(
         val_data: files, folders and patterns for validation; None: a part of `train_data` is for
             validation.
         val_ratio: share of the data that is for validation, between 0 and 1.
+        text_key: key of the text in each line of a .jsonl file; None: "text".
         tokenizer_name: None: "toy" for toy data, "gpt2" with `train_data`, else "bpe".
         max_tokens: limit for the tokens of each split, at least 1; None: no limit.
         data_seed: seed of toy data; other data do not use it.
@@ -233,11 +252,23 @@ def load_dataset(
         if tokenizer is None or tokenizer.name != name:
             tokenizer = None if name == "bpe" else load_tokenizer(name)
         if is_tokens and tokenizer:
-            return _dataset_of_token_files(train, val, val_ratio, max_tokens, tokenizer)
+            return _dataset_of_token_files(
+                train, val, val_ratio, max_tokens, seq_len, tokenizer, say
+            )
         built_in = f"Python {platform.python_version()} standard library"
         name = describe_paths(train_data) if train_data else built_in
-        sizes = max_tokens, vocab_size or 1024, seq_len
-        return TextCorpus(name, train, val, val_ratio, *sizes, cache_dir, say).load(tokenizer)
+        return TextCorpus(
+            label=name,
+            train_paths=train,
+            val_paths=val,
+            val_ratio=val_ratio,
+            max_tokens=max_tokens,
+            vocab_size=vocab_size or 1024,
+            seq_len=seq_len,
+            text_key=text_key or "text",
+            cache_dir=cache_dir,
+            say=say,
+        ).load(tokenizer)
 
 
 def check_vocab_size_flag(vocab_size: int, tokenizer_name: str) -> None:
@@ -281,12 +312,15 @@ def _dataset_of_token_files(
     val: list[Path],
     val_ratio: float,
     max_tokens: int | None,
+    seq_len: int,
     tokenizer: Tokenizer,
+    say: Say,
 ) -> Dataset:
     """Return the Dataset of token files, which are read in place.
 
     Validation uses the files `val`. If `val` is empty, it uses the files in `train` with "val" in
     their names. If all names or no names have "val", it uses the last `val_ratio` of all tokens.
+    `say` prints a line if files are shorter than a window.
     """
     source = describe_paths([path.name for path in train])
     # nanoGPT's files are called train.bin and val.bin. llm.c's files are called, for example,
@@ -295,7 +329,8 @@ def _dataset_of_token_files(
     if not val and 0 < len(named_val) < len(train):
         train, val = [path for path in train if path not in named_val], named_val
     train_token_files, val_token_files = (
-        [TokenFile.from_path(path) for path in paths] for paths in (train, val)
+        [TokenFile.from_path(path, tokenizer.vocab_size) for path in paths]
+        for paths in (train, val)
     )
     if not val_token_files:
         total = sum(file.count for file in train_token_files)
@@ -306,5 +341,11 @@ def _dataset_of_token_files(
         slice_token_files(files, 0, max_tokens or sys.maxsize)
         for files in (train_token_files, val_token_files)
     ]
-    fingerprint = cache_key([hash_ids(files, tokenizer) for files in parts], tokenizer.fingerprint)
+    fingerprint = cache_key([hash_ids(files) for files in parts], tokenizer.fingerprint)
+    counts = [file.count for files in parts for file in files]
+    if short := [count for count in counts if count <= seq_len]:
+        say(
+            f"note     {len(short):,} of {len(counts):,} token files are shorter than a sequence "
+            f"({seq_len + 1:,} tokens) and are not used: {sum(short):,} of {sum(counts):,} tokens"
+        )
     return Dataset(tuple(parts[0]), tuple(parts[1]), tokenizer, source, fingerprint)

@@ -4,7 +4,9 @@ come in chunks, so they need not fit in memory."""
 import codecs
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 from unicodedata import category
 
 from .tokenizer import DataError
@@ -19,6 +21,11 @@ UTF8_HINT = (
     "name files of UTF-8 text; `iconv -f CP1252 -t UTF-8 FILE > NEW` makes it of text in Western "
     "European, with -f UTF-16 of what some Windows programs write"
 )
+# The first bytes of files of zip, gzip, zstd, xz, bzip2, 7z and rar.
+ARCHIVE_MAGICS = (
+    *(b"PK\x03\x04", b"\x1f\x8b", b"(\xb5/\xfd", b"\xfd7zXZ\x00", b"BZh91AY&SY"),
+    *(b"7z\xbc\xaf'\x1c", b"Rar!\x1a\x07"),
+)
 CHUNK = 2**20  # number of bytes that are read at a time from a long text file
 
 
@@ -28,27 +35,39 @@ def suffix_of(path: Path) -> str:
     return path.suffix.lower()
 
 
-def iter_chunked_documents(path: Path) -> Iterator[Iterator[str]]:
+@contextmanager
+def open_to_read(path: Path) -> Iterator[BinaryIO]:
+    """Open a file. While it is open, convert each OSError to a DataError that names the file; an
+    error of a read names none."""
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def iter_chunked_documents(path: Path, text_key: str = "text") -> Iterator[Iterator[str]]:
     """Yield the documents of a file. Each document is an iterator over chunks of text.
 
-    In a .jsonl file each line is a document. Any other file is one document. Raises DataError,
-    which names the file and the line or the byte.
+    In a .jsonl file each line is a JSON object, and its string `text_key` is a document. Any other
+    file is one document. Raises DataError, which names the file and the line or the byte.
     """
     if suffix_of(path) != ".jsonl":
         yield iter_text_chunks(path, 0, path.stat().st_size)
         return
-    with open(path, "rb") as file:
+    with open_to_read(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)["text"]
+                # (Python does not convert more than 4,300 digits to an int.)
+                text = json.loads(line, parse_int=float)[text_key]
             except (ValueError, RecursionError, LookupError, TypeError):
                 text = None
             if not isinstance(text, str):
-                begin = line[:60].decode(errors="replace")
                 raise DataError(
-                    f'{path}:{number}: want a JSON object with a string "text", not {begin!r}'
+                    f'{path}:{number}: want a JSON object with a string "{text_key}" (--text-key '
+                    f"names another key), not {line[:60].decode(errors='replace')!r}"
                 )
             yield iter([text])
 
@@ -62,7 +81,9 @@ def iter_text_chunks(path: Path, start: int, stop: int) -> Iterator[str]:
     # utf-8-sig drops a byte order mark at the start of the file.
     decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")()
     text = ""  # text that was decoded, but not yet yielded
-    with open(path, "rb") as file:  # binary, so that Python does not change line ends
+    with open_to_read(path) as file:  # binary, so that Python does not change line ends
+        is_archive = file.read(10).startswith(ARCHIVE_MAGICS)
+        hint = "an archive (as .docx and .npz are): unpack it first" if is_archive else UTF8_HINT
         file.seek(start)
         while block := file.read(min(CHUNK, stop - start)):
             if text:
@@ -71,7 +92,7 @@ def iter_text_chunks(path: Path, start: int, stop: int) -> Iterator[str]:
                 text = text[cut:]
             if (nul := block.find(0)) >= 0:
                 raise DataError(
-                    f"{path}: a binary file, or UTF-16 (NUL at byte {start + nul}); {UTF8_HINT}"
+                    f"{path}: a binary file, or UTF-16 (NUL at byte {start + nul}); {hint}"
                 )
             start += len(block)
             try:
@@ -79,7 +100,7 @@ def iter_text_chunks(path: Path, start: int, stop: int) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 # error.object begins with the bytes that the decoder kept from the block before.
                 byte = start - len(error.object) + error.start
-                raise DataError(f"{path}: not UTF-8 at byte {byte}; {UTF8_HINT}") from None
+                raise DataError(f"{path}: not UTF-8 at byte {byte}; {hint}") from None
     yield text
 
 

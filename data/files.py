@@ -11,7 +11,7 @@ from .documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, suffix_of
 from .store import Say
 from .tokenizer import DataError
 
-CACHE_DIR = Path(__file__).resolve().parent / "cache"
+CACHE_DIR = Path(os.environ.get("MINIGPT_CACHE") or Path(__file__).parent / "cache").resolve()
 ANY_SUFFIX_HINT = "a file named by itself, or by a pattern, is read whatever its suffix"
 # Folders of the standard library that are not in the built-in corpus. Two thirds of the library are
 # tests (which Debian leaves out). encodings and pydoc_data are tables. lib2to3, idlelib and
@@ -23,7 +23,8 @@ SKIPPED_STDLIB_FOLDERS = set(
 
 
 def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
-    """Return the files that `names` name, each file once, in the order of `names`.
+    """Return the files that `names` name, in the order of `names`. A file to which several paths
+    lead (links, or a loop of links) is taken once.
 
     A name is a file, a folder (which is searched recursively) or a pattern. In a folder, files with
     an unknown suffix are skipped, and `say` prints one line that counts them. Raises DataError,
@@ -38,12 +39,13 @@ def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
             files += inside
             skipped += others
         if len(files) == n_before:
-            suffixes = describe_suffix_counts(skipped) or "hidden and empty ones are not counted"
             raise DataError(
-                f"{flag} {name}: no text or token file in this folder ({suffixes}); "
+                f"{flag} {name}: no text or token file in this folder "
+                f"({describe_suffix_counts(skipped) or 'hidden and empty ones are not counted'}); "
                 f"{ANY_SUFFIX_HINT}"
             )
-    files = list(dict.fromkeys(files))
+    paths: dict[Path, Path] = {}  # file -> the first path that leads to it
+    files = [path for path in files if paths.setdefault(path.resolve(), path) is path]
     if unread := set(skipped) - set(files):
         say(
             f"note     {flag} {describe_paths(names)}: files taken: {len(files):,}, "
@@ -75,7 +77,10 @@ def describe_paths(names: Sequence[str]) -> str:
 
 def describe_suffix_counts(paths: Iterable[Path]) -> str:
     """Return the five most common suffixes and how many paths have each: `.pdf 12, .docx 3`."""
-    kinds = Counter(suffix_of(path) or "without suffix" for path in sorted(paths))
+    kinds = Counter(
+        (suffix_of(path) or "without suffix") if path.exists() else "links to nothing"
+        for path in sorted(paths)
+    )
     return ", ".join(f"{suffix} {number:,}" for suffix, number in kinds.most_common(5))
 
 
@@ -98,20 +103,31 @@ def _partition_files_by_suffix(
     skips: Iterable[str] = ("__pycache__",),
 ) -> tuple[list[Path], list[Path]]:
     """Return all files below `root` in two lists: the files with one of `suffixes`, sorted, and the
-    other files. Both lists leave out empty files, hidden files and folders, the logs of our runs,
-    our token cache, and folders whose names are in `skips`."""
+    other files and dangling links. Both lists leave out empty files, hidden files and folders, the
+    logs of our runs, our token cache, and folders whose names are in `skips`.
+
+    Links to folders are followed. A folder to which several ways lead is searched once, so a loop
+    of links ends. Raises OSError for a folder that cannot be read.
+    """
     matching: list[Path] = []
     others: list[Path] = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [
-            name
-            for name in folders
-            if name[0] != "." and name not in skips and Path(folder, name).resolve() != CACHE_DIR
-        ]
-        for path in (Path(folder, name) for name in names):
-            # Skip hidden files, and the log that a run writes next to its snapshots.
-            if path.name[0] == "." or path.name.endswith(".metrics.jsonl"):
-                continue
-            if path.is_file() and path.stat().st_size:
-                (matching if suffix_of(path) in suffixes else others).append(path)
+    searched = {CACHE_DIR}
+    for folder, folders, names in os.walk(root, onerror=_raise_error, followlinks=True):
+        is_new = (real := Path(folder).resolve()) not in searched
+        searched.add(real)
+        # (Sorted, so of several ways to a folder always the same one is taken.)
+        folders[:] = sorted(
+            name for name in folders if is_new and name[0] != "." and name not in skips
+        )
+        for path in (Path(folder, name) for name in names if is_new and name[0] != "."):
+            is_link_to_nothing = not path.exists()
+            # Skip the log that a run writes next to its snapshots.
+            is_read = is_link_to_nothing or path.is_file() and path.stat().st_size
+            if is_read and not path.name.endswith(".metrics.jsonl"):
+                is_match = suffix_of(path) in suffixes and not is_link_to_nothing
+                (matching if is_match else others).append(path)
     return sorted(matching), others  # os.walk yields names in the file system's order
+
+
+def _raise_error(error: OSError) -> None:
+    raise error

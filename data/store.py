@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 
 from .batches import TokenFile, check_length
-from .documents import suffix_of
+from .documents import open_to_read, suffix_of
 from .tokenizer import DataError, DiskFull, Tokenizer
 
 # Name of the file that describes a cache folder. Its hash proves that the folder is complete.
 META = "meta.json"
+# The errors of `flock` on disks that have no locks, as some network disks.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 # Part of every cache key. Increase it when a change of the code changes the cached files.
 CACHE_VERSION = 1
 Say = Callable[[str], None]
@@ -52,8 +54,8 @@ class Dataset:
         """Return the Dataset of a cache folder. `meta`: content of the folder's meta.json."""
         dtype = np.dtype(meta["dtype"])
         train, val = (
-            (TokenFile(folder / f"{split}.bin", dtype, 0, meta[f"{split}_tokens"]),)
-            for split in ("train", "val")
+            (TokenFile(path, dtype, 0, meta[f"{path.stem}_tokens"], tokenizer.vocab_size),)
+            for path in (folder / "train.bin", folder / "val.bin")
         )
         return cls(train, val, tokenizer, about, fingerprint)
 
@@ -71,7 +73,7 @@ class Dataset:
 @contextmanager
 def os_errors_as_data_errors(cache_dir: Path) -> Iterator[None]:
     """Convert an OSError to a DataError, or to DiskFull if the disk is full. If the OSError names
-    no file, the message names `cache_dir`."""
+    no file, it comes from a write, so the message names `cache_dir`."""
     try:
         yield
     except FileExistsError:
@@ -79,10 +81,15 @@ def os_errors_as_data_errors(cache_dir: Path) -> Iterator[None]:
             f"{cache_dir} is no folder, or a link to none: remove it, or make what it leads to"
         ) from None
     except OSError as error:
-        reason = f"{error.filename or cache_dir}: {error.strerror or error}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise DiskFull(f"{reason}; the token cache needs room there") from error
-        raise DataError(reason) from error
+        name = error.filename or cache_dir
+        hint = (
+            "; the token cache is written there, or to the folder that MINIGPT_CACHE names"
+            if Path(str(name)).is_relative_to(cache_dir)
+            else ""
+        )
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        kind = DiskFull if is_full else DataError
+        raise kind(f"{name}: {error.strerror or error}{hint}") from error
 
 
 def take_up_to(limit: int, pieces: Iterable[Any]) -> Iterator[Any]:
@@ -122,58 +129,72 @@ def write_split_ids(
 
 
 def load_or_build_folder(
-    folder: Path, build: Callable[[Path], dict[str, Any]], say: Say
+    folder: Path,
+    check: Callable[[], dict[str, Any]],
+    build: Callable[[Path], dict[str, Any]],
+    say: Say,
 ) -> dict[str, Any]:
     """Return the content of meta.json in the cache folder `folder`. If the folder is missing or
     damaged, build it first.
 
-    `build(new)` writes the files to the temporary folder `new`, and returns the content of
-    meta.json. If several processes need the folder, only one process calls `build`. One rename
-    makes all files visible, so no process ever reads an incomplete folder. A process that is killed
-    during `build` leaves only a temporary folder. The next process that builds a folder first
-    deletes this temporary folder.
+    `check()` raises an error if the folder cannot be built. It is called before this function waits
+    for a lock, and returns a part of meta.json. `build(new)` writes the files to the temporary
+    folder `new`, and returns the other part.
+
+    If several processes need the folder, only one process calls `build`. One rename makes all files
+    visible, so no process ever reads an incomplete folder. A process that is killed during `build`
+    leaves only a temporary folder. The next process that builds the same folder first deletes this
+    temporary folder.
     """
     if meta := read_meta(folder):
         return meta
-    with locked(folder.parent, say):
+    facts = check()
+    with locked(folder, say):
         if meta := read_meta(folder):  # another process has built it by now
             return meta
         if os.path.lexists(folder):
             say(f"{folder} is incomplete, damaged or of an older version: built anew")
-        with TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as temporary:
+        with TemporaryDirectory(prefix=f".tmp-{folder.name}-", dir=folder.parent) as temporary:
             new = Path(temporary, "new")
             new.mkdir()
-            meta = build(new)
+            meta = facts | build(new)
             meta["sha256"] = hash_folder(new, meta)
             (new / META).write_text(json.dumps(meta, indent=2) + "\n")
-            if os.path.lexists(folder):  # (even if it is a file: rename moves files, too)
-                os.rename(folder, Path(temporary, "old"))
-            os.rename(new, folder)
+            try:
+                os.rename(new, folder)
+            except OSError:  # it exists: damaged, or just built by a process without a lock
+                if not read_meta(folder):
+                    os.rename(folder, Path(temporary, "old"))  # (even if it is a file)
+                    os.rename(new, folder)
         return meta
 
 
 @contextmanager
-def locked(cache_dir: Path, say: Say) -> Iterator[None]:
-    """Lock the cache, so that only one process builds at a time. Delete the temporary folders of
-    processes that were killed.
+def locked(folder: Path, say: Say) -> Iterator[None]:
+    """Lock a cache folder, so that only one process builds it at a time. Delete the temporary
+    folders of processes that were killed while they built it.
 
-    The kernel releases the lock when the process that holds the lock dies. (Windows has no flock.
-    So on Windows several processes may build at the same time.)
+    The kernel releases the lock when the process that holds the lock dies. (Windows has no flock,
+    and some network disks have none. There several processes may build at the same time, and the
+    first rename counts.)
     """
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
-    with open(cache_dir / ".lock", "a+") as file:  # (if .lock is a pipe, "w" would block)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    stale: Iterable[Path] = folder.parent.glob(f".tmp-{folder.name}-*")
+    # (The mode is "a+", because "w" would block if the file is a pipe.)
+    with open(folder.with_name(f".lock-{folder.name}"), "a+") as file:
         try:
+            import fcntl
+
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"waiting for the process that builds a token cache in {cache_dir}")
+            say(f"waiting for the process that builds {folder}")
             fcntl.flock(file, fcntl.LOCK_EX)
-        for stale in cache_dir.glob(".tmp-*"):
-            shutil.rmtree(stale, ignore_errors=True)
+        except (ImportError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in NO_LOCKS:
+                raise
+            stale = ()  # without a lock, another process may be writing there
+        for temporary in stale:
+            shutil.rmtree(temporary, ignore_errors=True)
         yield
 
 
@@ -207,7 +228,7 @@ def hash_files(paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{suffix_of(path) == '.jsonl'} {path.stat().st_size} ".encode())
-        with open(path, "rb") as file:
+        with open_to_read(path) as file:
             while block := file.read(2**20):
                 digest.update(block)
     return digest.hexdigest()

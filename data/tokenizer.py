@@ -79,8 +79,9 @@ class Tokenizer:
         # for speed and with the same matches, but older snapshots must still be accepted.
         content = format_ranks(ranks) + json.dumps(special, sort_keys=True)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
-        self._bytes = {rank: token for token, rank in ranks.items()}
-        self._bytes |= {rank: text.encode() for text, rank in special.items()}
+        self._bytes = {rank: token for token, rank in ranks.items()} | {
+            rank: text.encode() for text, rank in special.items()
+        }
         if not all(bytes([byte]) in ranks for byte in range(256)):
             raise DataError("no byte-level BPE: not every byte has an id")
         is_unique = len(self._bytes) == len(ranks) + len(special)  # (else tiktoken would panic)
@@ -177,21 +178,22 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
     word_counts: Counter[str] = Counter()
     for text in texts:
         word_counts.update(regex.findall(GPT2_PATTERN, text))
-    # Each word is a string with one character per id. So `replace` merges a pair in a word.
+    # Each word is a string with one character per id.
     words = [word.encode("utf-8", "replace").decode("latin-1") for word in word_counts]
     word_frequencies = list(word_counts.values())
     pair_counts: Counter[tuple[str, str]] = Counter()
     # pair -> indices of words that contain the pair, or contained it before a merge
     words_with: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
 
-    def count_pairs(index: int, sign: int) -> None:
-        """Add the pairs of word `index` to `pair_counts` (sign 1), or subtract them (sign -1)."""
-        for pair in pairwise(words[index]):
-            pair_counts[pair] += sign * word_frequencies[index]
-            words_with[pair].add(index)
+    def add_pair(pair: tuple[str, str], index: int) -> tuple[str, str]:
+        """Count `pair`, which occurs in word `index`, and return it."""
+        pair_counts[pair] += word_frequencies[index]
+        words_with[pair].add(index)
+        return pair
 
-    for index in range(len(words)):
-        count_pairs(index, 1)
+    for index, word in enumerate(words):
+        for pair in pairwise(word):
+            add_pair(pair, index)
     tokens = [bytes([byte]) for byte in range(256)]
     ranks = {token: rank for rank, token in enumerate(tokens)}
     heap = [(-count, pair) for pair, count in pair_counts.items()]
@@ -212,10 +214,18 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
             tokens.append(token)
         new_pairs: set[tuple[str, str]] = set()
         for index in words_with.pop(pair):
-            count_pairs(index, -1)
-            words[index] = words[index].replace(left + right, merged)
-            count_pairs(index, 1)
-            new_pairs.update(new_pair for new_pair in pairwise(words[index]) if merged in new_pair)
+            parts = words[index].split(left + right)
+            words[index] = merged.join(parts)
+            # Update only the pairs at the merged tokens: to count all pairs of a word of a million
+            # letters again (DNA, for example) after each merge would take hours.
+            for n_before, (before, after) in enumerate(pairwise(parts)):
+                if before or n_before:
+                    pair_counts[before[-1:] or right, left] -= word_frequencies[index]
+                    new_pairs.add(add_pair((before[-1:] or merged, merged), index))
+                if after:
+                    pair_counts[right, after[0]] -= word_frequencies[index]
+                    new_pairs.add(add_pair((merged, after[0]), index))
+        pair_counts[pair] = 0
         for new_pair in new_pairs:
             heapq.heappush(heap, (-pair_counts[new_pair], new_pair))
     return ranks

@@ -39,6 +39,6 @@ def load_toy(
         train, val = np.split(np.array(ids), counts[:1])
         return write_split_ids(new, tokenizer, seq_len, {"train": [train], "val": [val]})
 
-    meta = load_or_build_folder(folder, build, say)
+    meta = load_or_build_folder(folder, dict, build, say)
     source = f"toy data, each id has {N_TOY_SUCCESSORS} likely successors (best loss ln 4 = 1.386)"
     return Dataset.from_cache(folder, meta, tokenizer, source, fingerprint=folder.name)

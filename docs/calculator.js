@@ -16,7 +16,6 @@ const countChunks = (tokens, V, asked, itemsize) =>
 const multiple = (n, of) => max(of, of * floor(n / of));
 const rowsOfSlice = (tokens, V) =>
   min(tokens, multiple(max(floor(SLICE / V), floor(tokens / 32)), ROWS));
-const rowsOfProduct = (width) => multiple(floor(SLICE / width), PAD);
 
 // planner/formulas.py
 function countParameters({V, positions, L, C, F}) {
@@ -34,8 +33,8 @@ function headBytes(s) {
   if (s.chunks === 1) return 12 * V * N + 2 * amp * (V * C + N * C);
   const n = ceil(N / countChunks(N, V, s.chunks, a)), r = rowsOfSlice(n, V);
   const padded = amp ? PAD * ceil(V / PAD) : V;
-  const softmax = 4 * r + 4 * V * r * amp, someRows = 2 * C * min(rowsOfProduct(C), V) * amp;
-  const copies = 2 * (padded + n) * C * amp, passing = max(softmax, a * n * C, someRows);
+  const softmax = 4 * r + 4 * V * r * amp;
+  const copies = 2 * (padded + n) * C * amp, passing = max(softmax, a * n * C);
   return 4 * (V + N) * C + 13 * n + copies + a * padded * n + passing;
 }
 
@@ -296,10 +295,11 @@ const SHAPES = {
   "gpt2-xl": {"n_layers": 48, "n_heads": 25, "d_model": 1600}
 };
 const CARDS = { // GiB. (Not Apple's: no formula here has the scores that attention keeps there.)
-  "RTX 3060 12GB": 11.6, "RTX 3070": 7.6, "RTX 3080 10GB": 9.6, "RTX 3090": 23.5, "RTX 4060": 7.6,
-  "RTX 4060 Ti 16GB": 15.4, "RTX 4070": 11.6, "RTX 4080": 15.4, "RTX 4090": 23.4, "RTX 5080": 15.4,
-  "RTX 5090": 31.3, "V100 16GB": 15.7, "V100 32GB": 31.7, "T4": 14.5, "L4": 22.0,
-  "A10G": 21.9, "RTX A6000": 47.4, "RTX 6000 Ada": 44.4, "A100 40GB": 39.3, "A100": 79.1,
+  "RTX 2080 Ti": 10.6, "RTX 3060 12GB": 11.6, "RTX 3070": 7.6, "RTX 3080 10GB": 9.6, "RTX 3090": 23.5,
+  "RTX 4060": 7.6, "RTX 4060 Ti 16GB": 15.4, "RTX 4070": 11.6, "RTX 4070 Ti": 11.6, "RTX 4080": 15.4,
+  "RTX 4090": 23.4, "RTX 5060 Ti 16GB": 15.4, "RTX 5070": 11.6, "RTX 5080": 15.4, "RTX 5090": 31.3,
+  "V100 16GB": 15.7, "V100 32GB": 31.7, "T4": 14.5, "L4": 22.0, "A10G": 21.9,
+  "RTX A6000": 47.4, "RTX 6000 Ada": 44.4, "L40S": 44.4, "A100 40GB": 39.3, "A100": 79.1,
   "A100 PCIe": 79.1, "H100": 79.1, "H100 PCIe": 79.1, "H200": 139.7, "B200": 178.3
 };
 

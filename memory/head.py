@@ -45,6 +45,9 @@ def parse_release(version: str) -> tuple[int, ...]:
 # True if torch.addmm can add a low-precision matmul to a float32 matrix (`out_dtype`). This needs
 # torch 2.11 (pytorch#167931), and does not work on AMD's GPUs.
 HAS_ADDMM_OUT_DTYPE = parse_release(torch.__version__) >= (2, 11) and torch.version.hip is None
+# Types of the devices on which `addmm_into` is one kernel. (The planner simulates GPUs on a CPU, so
+# it replaces this set.)
+ONE_KERNEL_ADDMM_DEVICES = {"cuda"} if HAS_ADDMM_OUT_DTYPE else set[str]()
 EmbedAndWeightFn = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
 HeadLossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 TargetLogProbFn = Callable[[Tensor, Tensor, bool], Tensor]  # `target_log_prob_`, eager or compiled
@@ -301,7 +304,7 @@ def addmm_into(total: Tensor, a: Tensor, b: Tensor) -> None:
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif total.is_cuda and total.dtype == torch.float32 and HAS_ADDMM_OUT_DTYPE:
+    elif total.device.type in ONE_KERNEL_ADDMM_DEVICES and total.dtype == torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         rows = weight_rows_per_addmm(total.size(1))

@@ -127,12 +127,12 @@ class Offload:
     ) -> Callable[..., Tensor]:
         """Wrap `run`, which runs `blocks`. If `moves`, offload the tensors that the blocks keep."""
 
-        def run_with_hooks(x: Tensor, kv_cache: None = None) -> Tensor:
+        def run_with_hooks(x: Tensor, *more: Any, **named: Any) -> Tensor:
             before, mine = self.newest, OffloadedStorages()
             self.at_work = blocks
             self.weights, pack = None, partial(self.pack, mine)
             with saved_tensors_hooks(pack, unpack) if moves else nullcontext():
-                x = run(x)
+                x = run(x, *more, **named)
             if before:
                 # Backward of these blocks begins when it has the gradient of x. At that moment,
                 # start to copy back the tensors of the block before, which backward needs next.

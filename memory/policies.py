@@ -509,13 +509,14 @@ class BlockCallsByPolicy:
 
 
 def run_group_as_one_block(
-    blocks: list, nested: bool, x: Tensor, kv_cache: None = None, policy: Callable | None = None
+    blocks: list, nested: bool, x: Tensor, *more: Any, policy: Callable | None = None
 ) -> Tensor:
     """Run a group of K blocks, x (B, T, C) -> (B, T, C); MiniGPT.forward calls it like one block.
 
     A checkpoint is around the group. When it recomputes, the tensors of all K blocks exist at once.
-    `nested`: each block also has a checkpoint of its own. Then the group's recomputation keeps only
-    the inputs of its blocks, and backward recomputes one block at a time.
+    `more`: other arguments of each block. `nested`: each block also has a checkpoint of its own.
+    Then the group's recomputation keeps only the inputs of its blocks, and backward recomputes one
+    block at a time.
 
     With L blocks, `full` keeps L inputs. Nested groups keep L / K inputs in forward and K more in
     backward. The sum is least for K = sqrt(L) (Chen et al., 2016, arXiv 1604.06174). Nested groups
@@ -524,8 +525,8 @@ def run_group_as_one_block(
     for block in blocks:
         run = partial(block, policy=policy) if policy else block
         x = (
-            activation_checkpoint(run, x, has_dropout=block_has_dropout(block))
+            activation_checkpoint(run, x, *more, has_dropout=block_has_dropout(block))
             if nested
-            else run(x)
+            else run(x, *more)
         )
     return x

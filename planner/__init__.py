@@ -25,5 +25,5 @@ from .any_model import plan_step
 from .cards import CARDS
 from .op_recorder import kept_for_backward
 from .roofline import Card, this_machine
-from .step import Planner
+from .step import PlanError, Planner
 from .timeline import KINDS, StepMemory

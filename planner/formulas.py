@@ -47,7 +47,8 @@ def closed_form_bytes_by_part(
                 - the largest of these three, which exist one after the other:
                   - 4 r for the log-likelihoods of a slice of r tokens, and under autocast 4 V r
                     for the slice's float32 logits
-                  - under autocast, at most 2^23 for the gradient of some rows of the weight
+                  - under autocast, at most 2^23 for the gradient of some rows of the weight (on
+                    CUDA from torch 2.11 nothing)
                   - a n C for the gradient of the chunk's input
                 with all tokens at once (loss_chunks=1): 12 V N, and under autocast 2 V C + 2 N C
                 for the copies
@@ -114,20 +115,13 @@ def optimizer_bytes(config: MiniGPTConfig, optimizer: str, moments: torch.dtype)
     return moments.itemsize * stored + 4 * counters
 
 
-def state_bytes(
-    config: MiniGPTConfig, optimizer: str = "adamw", moments: torch.dtype = torch.float32
+def head_bytes(
+    config: MiniGPTConfig, n_tokens: int, precision: torch.dtype, in_rows: bool = True
 ) -> int:
-    """Return the bytes of weights, gradients and the optimizer's state.
-
-    Every step takes at least these bytes. No recompute policy reduces them.
-    """
-    return 8 * count_parameters(config) + optimizer_bytes(config, optimizer, moments)
-
-
-def head_bytes(config: MiniGPTConfig, n_tokens: int, precision: torch.dtype) -> int:
     """Return the bytes of the head (the last matmul and the loss) for `n_tokens` tokens.
 
-    They are the part "head" in the result of `closed_form_bytes_by_part`.
+    They are the part "head" in the result of `closed_form_bytes_by_part`. `in_rows`: under
+    autocast, the gradient of the weight is made some rows at a time (not on CUDA from torch 2.11).
     """
     V, C, amp = config.vocab_size, config.d_model, precision != torch.float32
     if config.loss_chunks == 1:
@@ -137,7 +131,7 @@ def head_bytes(config: MiniGPTConfig, n_tokens: int, precision: torch.dtype) -> 
     r = softmax_slice_rows(n, V)
     padded = V + (-V % VOCAB_MULTIPLE if amp else 0)
     softmax = 4 * r + 4 * V * r * amp
-    some_rows = 2 * C * min(weight_rows_per_addmm(C), V) * amp
+    some_rows = 2 * C * min(weight_rows_per_addmm(C), V) * amp * in_rows
     transient = max(softmax, a * n * C, some_rows)
     copies = 2 * (padded + n) * C * amp
     return 4 * (V + n_tokens) * C + 13 * n + copies + a * padded * n + transient

@@ -14,7 +14,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import cache
+from pathlib import Path, PurePath
 from traceback import walk_stack
 from typing import Any, NamedTuple
 
@@ -110,6 +111,11 @@ class OpRecorder(TorchDispatchMode):
         self.live_storages: dict[int, tuple[weakref.ref, Storage]] = {}  # live storages, by address
         self.times = 1  # each operator from now on represents this many equal operators
         self.forward_end = 0  # number of forward's last operator
+        self.block_end = 0  # number of the last operator of the block that ran last
+        # True: operators run between the blocks, or a block gets more tensors than the stream.
+        self.loop_has_ops = False
+        # Gradients of earlier micro-batches, which do not exist in the first micro-batch.
+        self.gradient_sums: set[Storage] = set()
         # For each tensor that offload copies out: its bytes, and the phase mark at the copy.
         self.offloaded_tensors: list[tuple[int, PhaseMark]] = []
 
@@ -326,10 +332,19 @@ def line_of_the_model() -> str:
     If no line of these files is on the stack, return "".
     """
     for frame, number in walk_stack(sys._getframe()):
-        name = frame.f_code.co_filename.removeprefix(f"{PROJECT_FOLDER}/")
-        if name == "model.py" or name.startswith("memory/"):
+        if name := name_in_the_model(frame.f_code.co_filename, PROJECT_FOLDER):
             return f"{name}:{number}"
     return ""
+
+
+@cache
+def name_in_the_model(file: str, folder: PurePath) -> str:
+    """Return the name of `file` if it is model.py or in memory/, such as "memory/head.py".
+    Return "" for any other file. `folder`: the project's folder. (Parts of paths are compared,
+    because Windows separates them by backslashes.)"""
+    path = type(folder)(file)
+    parts = path.relative_to(folder).parts if path.is_relative_to(folder) else ()
+    return "/".join(parts) if parts == ("model.py",) or parts[:1] == ("memory",) else ""
 
 
 def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[Storage]:

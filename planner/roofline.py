@@ -46,6 +46,7 @@ class Card:
     # For each dtype: FLOP/s of attention's forward and of its backward, measured by `this_machine`.
     # None: attention reaches the FLOP/s of other matrix products.
     attention: tuple[tuple[float, float], ...] | None = None
+    device_type: str = "cuda"  # torch's: "cuda" for AMD's GPUs, too; "mps" for Apple's chips
 
 
 def seconds_of_each_op(work: np.recarray, card: Card) -> np.ndarray:
@@ -111,6 +112,7 @@ def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
             measure_attention_flops_per_s(device, dtype, seq_len, head_size)
             for dtype in MATMUL_DTYPES
         ),
+        device_type=device.type,
     )
 
 

@@ -77,15 +77,10 @@ def find_position_embeddings(model: MiniGPT) -> list[nn.Embedding]:
     return [table for table in tables if table is not model.token_embedding]
 
 
-def state_bytes_per_rank(state: int, config: MiniGPTConfig, n: int) -> int:
-    """Return the bytes of weights, gradients and moments that each of n processes needs at least.
-
-    `state`: bytes of weights, gradients and moments of the whole model. A process has 1 / n of
-    these bytes. It also has the full float32 weights of the root group, from forward to the end of
-    backward.
-    """
-    root = (config.vocab_size + 2) * config.d_model
-    return state if n == 1 else state // n + 4 * root
+def gathered_bytes(model: MiniGPT, n: int) -> int:
+    """Return the bytes of the full float32 weights of the root group, which each of n processes has
+    from forward to the end of backward."""
+    return 4 * sum(p.numel() for p in root_group_params(model, in_bfloat16=False)) * (n > 1)
 
 
 def add_shards(

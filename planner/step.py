@@ -17,9 +17,15 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
 from memory import (
@@ -40,8 +46,35 @@ from .formulas import head_bytes
 from .op_recorder import CallSiteTracker, OpRecorder
 from .operators import cublas_workspace_bytes, kernel_workspace_bytes
 from .record import StepRecord, build_step_record
-from .shards import add_shards, block_group_params, make_local_model
+from .shards import add_shards, block_group_params, gathered_bytes, make_local_model
 from .timeline import KINDS, Segment, StepMemory, split_into_segments
+
+
+class PlanError(ValueError):
+    """A step cannot be simulated. The message is one line, and begins with the part that cannot."""
+
+
+# Exception that code raises on fake tensors -> reason in the message of a PlanError
+REASON_BY_EXCEPTION: dict[type[Exception], str] = {
+    DataDependentOutputException: "it needs the value of a tensor, and fake tensors have none",
+    DynamicOutputShapeException: "it needs the values of a tensor, and fake tensors have none",
+    UnsupportedOperatorException: "an operator that fake tensors do not have",
+    CheckpointError: "a block does something else when it runs again (does it fill a cache?)",
+}
+
+
+@contextmanager
+def plan_errors(part: str, kinds: type[Exception] = RuntimeError) -> Iterator[None]:
+    """Turn errors of these `kinds`, and of REASON_BY_EXCEPTION, into a PlanError whose message
+    begins with `part`."""
+    try:
+        yield
+    except (PlanError, MemoryError):
+        raise
+    except (kinds, *REASON_BY_EXCEPTION) as error:
+        reason = REASON_BY_EXCEPTION.get(type(error), type(error).__name__)
+        first_line = str(error).partition("\n")[0]
+        raise PlanError(f"{part}: {reason}: {first_line}") from error
 
 
 class FewCallSegments:
@@ -92,6 +125,7 @@ class Planner:
     def __post_init__(self) -> None:
         config = self.config
         self.on_cpu = self.device_type == "cpu"
+        self.has_one_kernel_addmm = self.device_type in head.ONE_KERNEL_ADDMM_DEVICES
         self.sequence = SequenceShard(0, self.sp_degree, config.n_heads, fake_all_to_all)
         self.local_seq_len = self.sequence.start_sharding(self.seq_len).stop  # tokens per sequence
         self.fake = FakeTensorMode()
@@ -100,8 +134,10 @@ class Planner:
         self.on_simulate: Callable[[], object] = lambda: None  # called before each simulation
         with self.fake:
             self.model = MiniGPT(config).train()
-            shapes = {tuple(w.shape for w in b.parameters()) for b in self.model.blocks}
-            self.are_alike = len(shapes) == 1  # a changed model.py may have different blocks
+            # A changed model.py may have different blocks, or blocks that share weights.
+            blocks = self.model.blocks
+            shapes = {tuple(w.shape for w in block.parameters()) for block in blocks}
+            self.are_alike = len(shapes) == 1 and len({*blocks}) == len(blocks)
             self.model.embed = partial(cast(Any, self.model.embed), row_by_row=self.on_cpu)
             if self.sp_degree > 1:
                 self.sequence.wrap_attention(self.model)
@@ -181,6 +217,11 @@ class Planner:
         nested, moves = plan.nested and size > 1, plan.offload and policy != "none"
         key = batch_size, plain, policy, size, nested, moves
         if key not in self.few_call_segments:
+            frame = (
+                None
+                if policy == "none"
+                else self.simulate_few_call_segments(batch_size, plain, "none", 1)
+            )
             self.on_simulate()
             n = plain.n_layers // size
             if self.are_alike:  # only calls near the first and the last may differ
@@ -188,19 +229,18 @@ class Planner:
                 n = min(n, 3 + 2 * offload.MAX_COPIES_IN_FLIGHT * moves if ends_differ else 2)
             short_plan = RecomputePlan((policy,) * n * size, size, nested, moves)
             short = replace(plain, n_layers=n * size, recompute=format_recompute_plan(short_plan))
-            frame = (
-                None
-                if policy == "none"
-                else self.simulate_few_call_segments(batch_size, plain, "none", 1)
-            )
-            segments = split_into_segments(self.run_fake_step(batch_size, short, frame), [size] * n)
+            log = self.run_fake_step(batch_size, short, frame)
+            if log.loop_has_ops and self.are_alike:
+                # MiniGPT.forward of a changed model.py does more for each block than to call it.
+                # Tensors of several blocks may exist together, so simulate all calls.
+                self.are_alike = False
+                return self.simulate_few_call_segments(batch_size, config, policy, size)
+            segments = split_into_segments(log, [size] * n)
             if frame is None:
                 # The update needs the gradients of all blocks. So the gradients of the blocks that
                 # do not run here exist from the start of this step. Do not count these gradients:
                 # in the composed step the backward of each block makes them.
-                left_out = (
-                    set(self.local_model.blocks[n:].parameters()) - self.params_with_kept_grads
-                )
+                left_out = self.params_left_out(n) - self.params_with_kept_grads
                 allocated = segments[0].allocated_and_freed_by_kind[0, 0]
                 allocated[KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
             self.few_call_segments[key] = FewCallSegments(segments)
@@ -236,10 +276,11 @@ class Planner:
             step = self.step(sequences, **memory)
             return step.peak <= budget and (host is None or step.host_bytes <= host)
 
-        def head(sequences: int) -> int:
-            return head_bytes(one.config, sequences * self.local_seq_len, self.precision)
+        def bytes_of_head(sequences: int) -> int:
+            shape = one.config, sequences * self.local_seq_len, self.precision
+            return head_bytes(*shape, in_rows=not self.has_one_kernel_addmm)
 
-        largest = largest_batch(one, two, budget, head, self.on_cpu)
+        largest = largest_batch(one, two, budget, bytes_of_head, self.on_cpu)
         is_bound = largest == MAX_BATCH or with_offload and (self.on_cpu or host is not None)
         if is_bound and not (largest and fits(largest)):
             largest = bisect_left(
@@ -295,16 +336,23 @@ class Planner:
             # These weights have gradients before forward. (For bfloat16 weights: float32 sums.)
             weights = self.params_with_kept_grads.union(parameters if self.shard_degree > 1 else ())
             if not known:
-                weights = weights.union(self.local_model.blocks[config.n_layers :].parameters())
+                weights |= self.params_left_out(config.n_layers)
             self.sums = {p: torch.empty(p.shape) for p in weights if p.dtype != torch.float32}
             for parameter in weights - self.sums.keys():
                 parameter.grad = torch.empty_like(parameter)
-            batch = torch.zeros(2, batch_size, self.seq_len, dtype=torch.int64)
-            ids, labels = batch[:, :, : self.local_seq_len]
+            rows = torch.zeros(batch_size, self.seq_len + 1, dtype=torch.int64)
+            # As in data/batches.py: of one row, both are views of `rows`.
+            batch = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+            ids, labels = (tensor[:, : self.local_seq_len] for tensor in batch)
+            del rows
         with (
             recording_simulated_ops(self.device_type, self.fake, sources) as log,
             patched(model, blocks=blocks),
-            patched(head, chunk_starts=make_chunk_starts_replacement(log, known)),
+            patched(
+                head,
+                chunk_starts=make_chunk_starts_replacement(log, known),
+                ONE_KERNEL_ADDMM_DEVICES={"cpu"} if self.has_one_kernel_addmm else set(),
+            ),
             ExitStack() as hooks,
         ):
             model.config, pool = config, SimulatedPinnedPool(log, self.on_cpu)
@@ -315,19 +363,25 @@ class Planner:
             for parameter in self.names.keys() - parameters:
                 log.add_storage(parameter).nbytes = 0
             label_existing_storages(log, self.names, self.optimizer, self.sums)
-            log.label_storage(batch, "activations", "token ids and labels")  # backward needs them
+            if not self.ddp:  # DDP's gradients exist in every micro-batch
+                kept = self.params_with_kept_grads - self.sums.keys()
+                log.gradient_sums = {log.find_storage(cast(Tensor, p.grad)) for p in kept}
+            for tensor in batch:  # backward needs them
+                log.label_storage(tensor, "activations", "token ids and labels")
+            del tensor
             forward = partial(model, ids, labels)
-            loss = forward_and_backward(log, forward, self.precision, cache_enabled=False)
+            with plan_errors("model.py cannot be planned", Exception):
+                loss = forward_and_backward(log, forward, self.precision, cache_enabled=False)
             label_existing_storages(log, self.names, self.optimizer, self.sums)
             if self.shard_degree > 1:
                 shard_options = self.on_cpu, self.gather_in_bfloat16, self.sums
                 add_shards(log, model, self.local_model, self.shard_degree, *shard_options)
+            log.enter_phase("optimizer")  # once in a step, however many micro-batches it has
             if self.compress_gradients:  # bfloat16 copies, freed when the averages exist
                 copies = [cast(Tensor, parameter.grad).bfloat16() for parameter in parameters]
                 for copy in copies:
                     log.label_storage(copy, "gradients", "gradient on its way")
                 del copies, copy
-            log.enter_phase("optimizer")
             if known:
                 # One operator replaces the update, so storages that are freed below end after it.
                 torch.empty(1)
@@ -342,6 +396,31 @@ class Planner:
                 buffer, "activations", "buffer of offload", "copies wait in it for backward"
             )
         return log
+
+    def params_left_out(self, n: int) -> set[nn.Parameter]:
+        """Return this process's weights of the blocks after the first n, which a short step leaves
+        out."""
+        blocks = self.local_model.blocks
+        return {*blocks[n:].parameters()} - {*blocks[:n].parameters()}
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of parameters of the whole model. A parameter that blocks share counts once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights, gradients and the optimizer's state in a process, and of the weights
+        that it gathers. Every step takes at least these bytes, with every recompute policy."""
+        return self.shard_state_bytes(self.shard_degree)
+
+    def shard_state_bytes(self, n: int) -> int:
+        """Return `state_bytes` of each of n processes that shard the model."""
+        return gathered_bytes(self.model, n) + sum(
+            bytes_of_rows(tensor, n // self.shard_degree)
+            for parameter in self.local_model.parameters()
+            for tensor in (parameter, parameter, *self.optimizer.state[parameter].values())
+        )
 
     @property
     def inaccuracy_note(self) -> str:
@@ -359,6 +438,11 @@ class Planner:
     def params_with_kept_grads(self) -> set[nn.Parameter]:
         """Weights whose gradients exist during the whole step, from its start to its end."""
         return set(self.model.parameters()) if self.accumulates_gradients or self.ddp else set()
+
+
+def bytes_of_rows(tensor: Tensor, n: int) -> int:
+    """Return the bytes of a 1 / n of a tensor's rows, rounded up to whole rows."""
+    return -(-len(tensor) // n) * (tensor.nbytes // len(tensor)) if tensor.dim() else tensor.nbytes
 
 
 def fake_all_to_all(x: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
@@ -527,12 +611,25 @@ def register_phase_hooks(
     `last`, which is the last block or a module after the last block.
     """
     is_after_blocks = last not in blocks
+    indices: dict[nn.Module, list[int]] = {}  # several for a block that layers share
+    for i, block in enumerate(blocks):
+        indices.setdefault(block, []).append(i)
+    next_call = {block: iter(own) for block, own in indices.items()}
 
-    def enter_block(i: int, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        log.enter_phase(log.current_phase, i)
+    def enter_block(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        in_forward, own = log.current_phase == "forward", indices[block]
+        i: Any = own[0]
+        if len(own) > 1:  # a recomputation is of the call whose backward runs
+            i = next(next_call[block], own[-1]) if in_forward else log.phase_marks[-1][2]
         # Backward of block i ends when its input's gradient exists.
-        if log.current_phase == "forward":
-            when_gradient_is_there((args, kwargs), i - 1 if i > 0 else None)
+        if in_forward:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
+            log.loop_has_ops |= len(tensors) > 1 or i > 0 and log.n_ops > log.block_end
+            when_gradient_is_there(tensors, i - 1 if i > 0 else None)
+        log.enter_phase(log.current_phase, i)
+
+    def leave_block(block: nn.Module, args: tuple, output: Any) -> None:
+        log.block_end = log.n_ops
 
     def enter_after_blocks(last: nn.Module, args: tuple) -> None:
         log.enter_phase("forward")
@@ -558,10 +655,8 @@ def register_phase_hooks(
             for module in [last] * is_after_blocks
         ),
         last.register_forward_hook(enter_head),
-        *(
-            block.register_forward_pre_hook(partial(enter_block, i), with_kwargs=True)
-            for i, block in enumerate(blocks)
-        ),
+        *(block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in indices),
+        *(block.register_forward_hook(leave_block) for block in indices),
     ]
 
 

@@ -9,7 +9,7 @@ time of a step are sums over its segments.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
@@ -43,16 +43,24 @@ OP_WORK_DTYPE = np.dtype(
         ("precision", np.uint8),  # dtype of its products, as an index into MATMUL_DTYPES
         ("attention", np.uint8),  # 1: attention, 2: its backward, 0: another operator
         ("times", np.float64),  # how often it runs
+        # True: it reads the gradients of earlier micro-batches. Before the update such operators
+        # add to these gradients, so the first micro-batch does not run them.
+        ("reads_sums", np.bool_),
     ]
 )
 
 
-def op_work_table(ops: Sequence[Op]) -> np.recarray:
-    """Return an array of OP_WORK_DTYPE with one row for each operator that reads or writes
-    bytes."""
+def op_work_table(ops: Sequence[Op], sums: Collection[Storage] = ()) -> np.recarray:
+    """Return an array of OP_WORK_DTYPE with one row for each operator that reads or writes bytes.
+
+    `sums`: the gradients of earlier micro-batches (`OpRecorder.gradient_sums`).
+    """
     attention = {name: i + 1 for i, name in enumerate(UNIFIED_ATTENTION_NAMES)}
     rows = [
-        (at, op.flops, op.bytes, op.precision_index, attention.get(op.name, 0), op.repeat_count)
+        (
+            *(at, op.flops, op.bytes, op.precision_index, attention.get(op.name, 0)),
+            *(op.repeat_count, any(storage in sums for _, storage in op.named_inputs)),
+        )
         for at, op in enumerate(ops)
         if op.bytes
     ]
@@ -87,15 +95,11 @@ class Segment:
 
 
 @lru_cache(2**12)
-def segment_seconds(segment: Segment, card: Card) -> float:
-    """Return the estimated seconds of a segment on a card."""
+def segment_seconds(segment: Segment, card: Card, is_first: bool = False) -> float:
+    """Return the estimated seconds of a segment on a card. `is_first`: in the first micro-batch."""
+    work = segment.flops_and_bytes_by_op
     # Do not use `@`: BLAS adds in an order that depends on the CPU, and the order changes rounding.
-    return float(
-        (
-            seconds_of_each_op(segment.flops_and_bytes_by_op, card)
-            * segment.flops_and_bytes_by_op.times
-        ).sum()
-    )
+    return float((seconds_of_each_op(work, card) * work.times)[~(is_first & work.reads_sums)].sum())
 
 
 def bytes_by_op_and_kind(segments: Iterable[Segment]) -> np.ndarray:
@@ -140,7 +144,7 @@ def split_into_segments(log: OpRecorder, calls: Iterable[int] = ()) -> list[Segm
         Segment(
             phase_marks=[(at - begin, phase, block) for at, phase, block in places],
             allocated_and_freed_by_kind=changes[begin:end],
-            flops_and_bytes_by_op=op_work_table(log.ops[begin:end]),
+            flops_and_bytes_by_op=op_work_table(log.ops[begin:end], log.gradient_sums),
             kept_bytes=int(kept[begin:end].sum()),
             offloaded_sizes=[size for size, place in log.offloaded_tensors if place in places],
         )
@@ -167,14 +171,20 @@ class StepMemory:
     # In order: (segment, number to add to its block indices).
     segments_and_block_shifts: list[tuple[Segment, int]]
 
-    def seconds(self, card: Card) -> float:
-        """Return the estimated seconds of a step with one micro-batch on this card.
+    def seconds(self, card: Card, micro_batches: int = 1) -> float:
+        """Return the estimated seconds of a training step on this card.
 
-        The estimate (planner/roofline.py) is for eager code, and does not change with --compile.
+        The step has n micro-batches and one update. If a simulated micro-batch with its update
+        takes t seconds, and the update u, then the step takes n (t - u) + u, without the additions
+        to earlier gradients in the first micro-batch. The estimate (planner/roofline.py) is for
+        eager code, and does not change with --compile.
         """
-        return math.fsum(
-            segment_seconds(segment, card) for segment, _ in self.segments_and_block_shifts
+        *segments, update = [segment for segment, _ in self.segments_and_block_shifts]
+        first, other = (
+            math.fsum(segment_seconds(segment, card, is_first) for segment in segments)
+            for is_first in (True, False)
         )
+        return first + (micro_batches - 1) * other + segment_seconds(update, card)
 
     @cached_property
     def segment_starts(self) -> list[int]:

@@ -64,13 +64,16 @@ def cli_main(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
     @wraps(do)
     def main(argv: list[str] | None = None) -> int:
         from data import DataError  # (imported late: data imports torch, which takes seconds)
+        from planner import PlanError
         from trainer.flags import UsageError, print_error
         from trainer.plan import PredictedOutOfMemory
         from trainer.snapshot import SaveError, SnapshotError
 
         try:
             return do(sys.argv[1:] if argv is None else argv) or 0
-        except (UsageError, DataError, SnapshotError, SaveError, PredictedOutOfMemory) as error:
+        except (
+            UsageError, DataError, SnapshotError, SaveError, PredictedOutOfMemory, PlanError
+        ) as error:  # fmt: skip
             print_error(error)
             return {SaveError: 3, PredictedOutOfMemory: 4}.get(type(error), 2)
         except BrokenPipeError:  # the reader of a pipe is gone, as with `| head`

@@ -50,7 +50,13 @@ from scripts import cli_main, out_of_memory_as, say_stopped
 from scripts.style import about, describe_about, write_json
 from train_minimal import train_step
 from trainer.clocks import StepClock
-from trainer.device import choose_device, choose_precision, compile_blocks, set_matmul_precision
+from trainer.device import (
+    check_compiler,
+    choose_device,
+    choose_precision,
+    compile_blocks,
+    set_matmul_precision,
+)
 from trainer.flags import (
     UsageError,
     check_policy_string,
@@ -121,6 +127,8 @@ def ask(args: argparse.Namespace) -> PlanRequest:
     now, for some seconds."""
     device = choose_device(args.device)
     set_matmul_precision(device, args.tf32)
+    if args.compile:
+        check_compiler(device)
     card = choose_card(args, device) or choose_card(with_flags(args, card=THIS_MACHINE), device)
     return PlanRequest(args, args.vocab_size, device, choose_precision(args, device), card=card)
 

@@ -48,15 +48,15 @@ from trainer.setup import find_data
 from trainer.snapshot import LoadedSnapshot, SaveError, State, peek
 
 
-def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def read_ids(path: Path, tokenizer: Tokenizer, text_key: str) -> Iterator[np.ndarray]:
     """Yield all token ids of a file in chunks. In a text file, the id of <|endoftext|> comes before
     each document. Raises DataError."""
     if suffix_of(path) in TOKEN_SUFFIXES:
-        yield from TokenFile.from_path(path).id_chunks(tokenizer)
+        yield from TokenFile.from_path(path, tokenizer.vocab_size).id_chunks()
         return
     if tokenizer.name == "toy":
         raise DataError(f"--val-data {path}: this model learned numbers, not text")
-    for document in iter_chunked_documents(path):
+    for document in iter_chunked_documents(path, text_key):
         yield np.array([tokenizer.eot_id], np.uint32)
         yield from map(tokenizer.encode, document)
 
@@ -67,21 +67,28 @@ def read_data(
     """Return a name for the data, and its token ids (N,). Raises DataError or SnapshotError."""
     if args.val_data:
         description = ", ".join(args.val_data)
-        paths = find_files(args.val_data, "--val-data", process.print0)
-        pieces = chain.from_iterable(read_ids(path, tokenizer) for path in paths)
+        key = args.text_key or state.get("args", {}).get("text_key") or "text"
+        pieces = chain.from_iterable(
+            read_ids(path, tokenizer, key)
+            for path in find_files(args.val_data, "--val-data", process.print0)
+        )
     else:
         path = args.checkpoint_path
         try:
-            saved = flags.with_flags(flags.build_parser("", "").parse_args([]), **state["args"])
+            # (seq_len 0: tokens of files that are shorter than a sequence are read here, too.)
+            saved = flags.with_flags(
+                flags.build_parser("", "").parse_args([]), **state["args"] | {"seq_len": 0}
+            )
             data = find_data(saved, process, LoadedSnapshot(state, path))
         except DataError as error:
             raise DataError(f"the run's own data: {error}; --val-data names other data") from None
         if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):
             process.print0("note: the run's data changed; the model may have trained on part of it")
         description = f"validation part of {data.description}"
-        pieces = chain.from_iterable(file.id_chunks(tokenizer) for file in data.val_token_files)
-    none = np.empty(0, np.uint16)  # (np.concatenate needs at least one array)
-    return description, np.concatenate([none, *take_up_to(args.max_tokens or sys.maxsize, pieces)])
+        pieces = chain.from_iterable(file.id_chunks() for file in data.val_token_files)
+    return description, np.concatenate(  # (which needs at least one array)
+        [np.empty(0, np.uint16), *take_up_to(args.max_tokens or sys.maxsize, pieces)]
+    )
 
 
 @torch.no_grad()
@@ -137,7 +144,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     if not math.isfinite(nats):  # (load_model_and_tokenizer checked that all weights are finite)
         raise flags.UsageError(f"the loss is {nats}: --amp-dtype {args.amp_dtype} overflows")
     lengths, n_tokens = tokenizer.byte_lengths(), len(tokens) - 1
-    n_bytes = int(np.bincount(tokens[1:], minlength=len(lengths)) @ lengths)
+    n_bytes = int(lengths[tokens[1:]].sum())
     return {
         "checkpoint": str(path),
         "step": state.get("step"),
@@ -162,6 +169,8 @@ def main(argv: list[str]) -> None:
     # fmt: off
     add("--val-data", nargs="+", metavar="PATH", help="files, folders or globs, as for the "
         "trainers; all of the text counts (default: the validation part of the run's own data)")
+    add("--text-key", metavar="NAME", help="key of the text in a line of .jsonl (default: as in "
+        "training)")
     add("--max-tokens", type=count, metavar="N", help="read the first N tokens (default: all)")
     add("--seq-len", type=count, metavar="N", help="tokens per window (default: as in training)")
     add("--stride", type=count, metavar="N", help="new tokens per window (default: --seq-len)")

@@ -140,22 +140,24 @@ def check_is_gpt2(source: Pretrained) -> None:
     n_parameters = sum(weight.numel() for weight in weights.values())  # larger with an extra tensor
     if not is_gpt2 or n_parameters != count_parameters(config):
         raise UsageError(
-            f"--checkpoint-path: with model.py as it is, {source.path} is no GPT-2; transformers "
-            "would compute other logits, so it is not exported"
+            f"{source.path}: with model.py as it is, this is no GPT-2; transformers would compute "
+            "other logits, so it is not exported"
         )
 
 
 def export(source: Pretrained, folder: Path) -> None:
     """Write all files into the folder, or none. Raises UsageError, DataError or SaveError.
 
-    safetensors takes all weights at once, and each of them must be contiguous. So transposed
-    matrices are copied first. The copies need about as much memory as the weights themselves.
+    safetensors takes all weights at once, each of them contiguous and in a storage of its own. So
+    all weights are copied first, which needs as much memory again.
     """
     library = import_safetensors()
     check_is_gpt2(source)
     theirs = renamed_and_transposed(source.weights, MINIGPT_TO_TRANSFORMERS)
     theirs = {f"transformer.{name}": weight.float() for name, weight in theirs.items()}
-    weights = {name: weight.contiguous() for name, weight in theirs.items()}
+    weights = {
+        name: weight.clone(memory_format=torch.contiguous_format) for name, weight in theirs.items()
+    }
     files = json_files(source.config, source.tokenizer)
     try:
         folder.mkdir(parents=True, exist_ok=True)

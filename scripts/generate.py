@@ -17,11 +17,12 @@ import argparse
 from collections.abc import Iterator
 
 import torch
+from torch.nn.attention import sdpa_kernel
 
 from data import Tokenizer
 from model import MiniGPT
 from scripts import add_snapshot, cli_main, out_of_memory_as
-from trainer.device import choose_device
+from trainer.device import GENERATION_KERNELS, choose_device
 from trainer.flags import OneLineParser, UsageError, number_in_range
 from trainer.pretrained import load_model_and_tokenizer
 
@@ -110,7 +111,10 @@ def generate_text(
 def main(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
     typed = f"--num-samples {args.num_samples} and --max-new-tokens {args.max_new_tokens}"
-    with out_of_memory_as(f" with {typed}: lower them"):
+    with (
+        out_of_memory_as(f" with {typed}: lower them"),
+        sdpa_kernel(GENERATION_KERNELS),
+    ):
         device = choose_device(args.device)
         model, tokenizer = load_model_and_tokenizer(args.checkpoint_path, device)
         try:

@@ -36,10 +36,10 @@ from tqdm import tqdm
 
 from memory import format_recompute_plan
 from planner.cards import THIS_MACHINE
-from planner.formulas import closed_form_bytes_by_part, count_parameters
+from planner.formulas import closed_form_bytes_by_part
 from planner.operators import MATMUL_DTYPES
 from planner.record import StepRecord
-from planner.shards import state_bytes_per_rank
+from planner.shards import gathered_bytes
 from scripts import cli_main, plan_table
 from scripts.plan_table import (
     STEP,
@@ -152,7 +152,7 @@ def describe_target(request: PlanRequest, seconds: float) -> str:
     unknown = f"no {kind} here and no --memory-budget: what fits cannot be told"
     limit = unknown if budget.limit_bytes is None else f"tensors may take {budget}"
     lines = [
-        f"model    {count_parameters(config):,} parameters: {describe_model(config)}",
+        f"model    {request.planner.n_parameters:,} parameters: {describe_model(config)}",
         f"batch    {args.grad_accum_steps} x {args.batch_size} sequences of {args.seq_len} tokens",
         f"device   {kind}, {precision}{parallel_words(request)}",
     ]
@@ -176,14 +176,14 @@ def parallel_words(request: PlanRequest) -> str:
 
 
 def state_words(request: PlanRequest) -> str:
-    args, config, shards = request.args, request.config, request.shard_degree
-    size = replace(request, shard_degree=1).state_bytes / count_parameters(config)
+    args, planner, shards = request.args, request.planner, request.shard_degree
+    gathered = gathered_bytes(planner.model, shards)
+    size = (planner.state_bytes - gathered) * shards / planner.n_parameters
     dtype = f" in {args.moments_dtype}" * (args.moments_dtype != "float32")
     state = f"weights, gradients, {optimizer_name(args)}{dtype} ({size:.3g} bytes per parameter)"
     if shards == 1:
         return state
-    gathered = format_bytes(state_bytes_per_rank(0, config, shards))
-    return f"1/{shards} of {state}; and gathered token embeddings, {gathered}"
+    return f"1/{shards} of {state}; and gathered token embeddings, {format_bytes(gathered)}"
 
 
 # ---- The command to run

@@ -29,7 +29,8 @@ from trainer.plan import (
     OFFLOAD_POLICY,
     RESTART_SHARE_OF_FAILED_PEAK,
     PlanRequest,
-    step_with_deeper_recompute,
+    deeper_policies,
+    policies_to_try,
 )
 
 STEP = 64  # tokens; the longest sequence is a multiple of this
@@ -241,9 +242,9 @@ def if_memory_runs_out(candidate: Candidate | None) -> Iterator[Candidate]:
             candidate.request,
             RESTART_SHARE_OF_FAILED_PEAK if candidate.request.shard_degree > 1 else 1,
         )
-        while step := step_with_deeper_recompute(request, candidate.name, share=share):
-            candidate = candidate_of(request, use_activation_checkpoint=step.config.recompute)
-            yield candidate
+        policies, kind = deeper_policies(request, candidate.name), request.device.type
+        while policies := policies_to_try(policies, kind, share=share):
+            yield candidate_of(request, use_activation_checkpoint=policies[0][0])
 
 
 # ---- The longest sequence

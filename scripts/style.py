@@ -18,7 +18,7 @@ import torch
 
 from model import MiniGPTConfig
 from planner.choose import UNIFORM_POLICIES
-from planner.formulas import count_parameters, flops_per_token
+from planner.formulas import flops_per_token
 from trainer.flags import UsageError
 from trainer.plan import PlanRequest
 
@@ -56,7 +56,7 @@ WIDTH, SMALL = 6.4, 9
 
 def describe(request: PlanRequest, batch: str = "") -> str:
     """Describe a planned step: "124M parameters, batch of 8 x 1,024 tokens, bfloat16 on a GPU"."""
-    millions = count_parameters(request.config) / 1e6
+    millions = request.planner.n_parameters / 1e6
     batch = batch or f"batch of {request.args.batch_size} x "
     size = f"{millions:,.{0 if millions > 10 else 2}f}M parameters"
     precision = str(request.precision).removeprefix("torch.")

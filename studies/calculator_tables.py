@@ -8,12 +8,18 @@ from pathlib import Path
 
 from memory import head
 from memory.policies import POLICIES
-from planner.cards import CARDS, GIB, device_type
+from planner.cards import CARDS, GIB
 from trainer import optimizer
 from trainer.flags import SHAPE_BY_MODEL
 
 SCRIPT = Path(__file__).parent.parent / "docs/calculator.js"
 BEGIN, END = "// ---- Tables", "// ---- What"
+# Cards that the page offers: a few for each size of memory.
+OFFERED = (
+    "RTX 2080 Ti|RTX 3060 12GB|RTX 3070|RTX 3080 10GB|RTX 3090|RTX 4060|RTX 4060 Ti 16GB|RTX 4070|"
+    "RTX 4070 Ti|RTX 4080|RTX 4090|RTX 5060 Ti 16GB|RTX 5070|RTX 5080|RTX 5090|V100 16GB|V100 32GB|"
+    "T4|L4|A10G|RTX A6000|RTX 6000 Ada|L40S|A100 40GB|A100|A100 PCIe|H100|H100 PCIe|H200|B200"
+).split("|")
 
 
 def tables() -> str:
@@ -25,11 +31,7 @@ def tables() -> str:
         "ROWS": head.SLICE_ROWS_MULTIPLE,
         "AT_A_TIME": optimizer.UPDATE_CHUNK_ELEMENTS,
     }
-    memory = {
-        card.name: round(card.memory / GIB, 2)
-        for card in CARDS.values()
-        if device_type(card) == "cuda"
-    }
+    memory = {name: round(CARDS[name].memory / GIB, 2) for name in OFFERED}
     recompute = {
         name: [p.saved_tensor_names, p.recomputed_matmul_names, p.needs_fused_attention]
         for name, p in POLICIES.items()

@@ -19,7 +19,6 @@ from typing import Any
 from tqdm import tqdm
 
 from planner import CARDS
-from planner.cards import device_type
 from planner.choose import UNIFORM_POLICIES
 from scripts import cli_main
 from scripts.benchmark import table
@@ -94,13 +93,12 @@ def format_ladder(rows: Rows) -> str:
 
 # ---- Which card trains what
 
-# Cards that the documents' table leaves out: it has one or two cards for each size of memory. (It
-# also leaves out Apple's chips, because each is sold with several sizes of memory; plan_memory
-# shows what fits.)
-BESIDE = (
-    "RTX 3070|RTX 3080 10GB|RTX 4060|RTX 4080|RTX 5080|RTX A6000|RTX 6000 Ada|V100 16GB|V100 32GB"
+# Cards of the documents' table: one or two for each size of memory. (Apple's chips are left out,
+# because each is sold with several sizes of memory; plan_memory shows what fits.)
+SHOWN = (
+    "RTX 3060 12GB|RTX 3090|RTX 4060 Ti 16GB|RTX 4070|RTX 4090|RTX 5090|T4|L4|A10G|A100 40GB|A100|"
+    "A100 PCIe|H100|H100 PCIe|H200|B200"
 ).split("|")
-SHOWN = [name for name in CARDS if device_type(CARDS[name]) == "cuda" and name not in BESIDE]
 # (policy, --loss-chunks) of the three largest batches in a cell of the table
 SPENT = (("none", 1), ("none", 0), ("full", 0))
 STEP = "--batch-size 16 --grad-accum-steps 32"  # half a million tokens per step, as for GPT-3

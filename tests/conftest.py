@@ -13,6 +13,8 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+# cuBLAS reads this before its first matmul. Without it, its sums have no fixed order.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 gc.set_threshold(300_000)  # collect garbage less often: this saves time
 
 # If a shell starts the tests in the background, the tests and their child processes ignore Ctrl-C

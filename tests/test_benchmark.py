@@ -137,8 +137,10 @@ def test_ctrl_c_keeps_what_was_measured(bench):
 
 def test_shares_of_what_a_gpu_can_do(monkeypatch):
     """`mfu` of the FLOPs that a step needs, `hfu` of those that it does."""
-    here = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", total_memory=CARDS["A100 40GB"].memory)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
+    here = SimpleNamespace(
+        name="NVIDIA A100-SXM4-40GB", total_memory=CARDS["A100 40GB"].memory, major=8
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: here)
     asked, cuda = benchmark.ask(arguments("--tf32", "full")), torch.device("cuda")
     card = choose_card(asked.args, cuda)
     question = replace(asked, device=cuda, precision=torch.float32, card=card)

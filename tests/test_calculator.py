@@ -10,10 +10,9 @@ from harness.runs import parse
 
 from memory import recompute_plan_of_config
 from planner import CARDS
-from planner.cards import device_type
 from planner.formulas import count_parameters, flops_per_token
 from scripts import memory_page, plan_memory
-from studies.calculator_tables import tables
+from studies.calculator_tables import OFFERED, tables
 from trainer.device import without_margin
 from trainer.flags import model_config, with_flags
 from trainer.plan import vocab_size_of
@@ -168,7 +167,7 @@ def check(page, **wanted) -> None:
     cells = shown("#cards span")
     verdicts = {names: words for names, words in zip(cells[::2], cells[1::2], strict=True)}
     found = {name: words for names, words in verdicts.items() for name in names.split(", ")}
-    assert found.keys() == {name for name, card in CARDS.items() if device_type(card) == "cuda"}
+    assert found.keys() == {*OFFERED}
     for name, words in found.items():
         memory, left = CARDS[name].memory, without_margin(CARDS[name].memory, "cuda") - size
         tight = "tight" if size <= memory else f"✗ {text(size - memory)} too much"

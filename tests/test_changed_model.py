@@ -1,8 +1,8 @@
 """A model.py that its user has changed: what asks the model follows it, and what takes it for GPT-2
 says so. The changes: harness/changed.py."""
 
+import random
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -26,15 +26,22 @@ import train_minimal
 from memory import POLICY_NAMES
 from model import MiniGPT, MiniGPTConfig
 from scripts import evaluate, export_hf, generate, plan_memory
+from trainer.check_model import check_model
 from trainer.flags import UsageError
 from trainer.plan import make_request, predict_and_describe_peaks
 from trainer.process import OneProcess
-from trainer.setup import check_techniques_are_exact
 
-CPU = torch.device("cpu")
-EQUAL = ["other_words", "asks_a_number"]  # computes the same
-FEW, slow = ["swiglu", "rotary", "parallel", "two_tables"], pytest.mark.slow
-REST = [name for name in FOLLOWED if name not in FEW]
+ONE = OneProcess(torch.device("cpu"))
+EQUAL = ["other_words", "asks_a_number", "shared"]  # compute GPT-2
+FEW, slow = ["swiglu", "rotary", "gated_attention", "scalar"], pytest.mark.slow
+# Change -> trainers that refuse it. (All others train as one process does.)
+SHARDED, SP = "train_fsdp.py train_sp.py", "train_sp.py"
+ALONE = dict.fromkeys(["gated_attention", "grouped_queries", "alibi", "token_shift"], SP)
+ALONE |= {"scalar": SHARDED, "shared": SHARDED, "unused": "train_ddp.py"}
+ALONE |= dict.fromkeys(["layer_drop", "asks_a_number"], f"train_ddp.py {SHARDED}")
+LOOPS = ["skips", "embedding_in_each_block", "depth_scale"]
+REST = [*FOLLOWED, *ALONE, *LOOPS, "guarded", "looped"]
+REST = [name for name in dict.fromkeys(REST) if name not in FEW]
 
 
 @pytest.fixture
@@ -64,7 +71,7 @@ def make(name: str, config: MiniGPTConfig) -> MiniGPT:
 
 
 @pytest.fixture
-def compare(everything_travels, monkeypatch):
+def compare(everything_travels, change, monkeypatch):
     """Compares all WAYS with none; returns those that the check at the start refuses.
 
     Losses and gradients are equal to the bit. (But the MLP's, in chunks: they round otherwise.)
@@ -72,12 +79,13 @@ def compare(everything_travels, monkeypatch):
     monkeypatch.setattr("memory.policies.CHUNK_MULTIPLE", 8)
 
     def compare(name: str, dropout: float, precision: str) -> set[str]:
+        change(name)
         none, refused = replace(SHAPE, dropout=dropout), set()
         expected = step(make(name, none), precision)
         for way in WAYS if precision == "fp32" else WAYS[: -len(IN_CHUNKS)]:
             model = make(name, replace(none, **way))
             try:
-                check_techniques_are_exact(model, CPU, PRECISIONS[precision])
+                check_model(model, ONE, PRECISIONS[precision])
             except UsageError as error:
                 assert len(str(error).splitlines()) == 1
                 refused.add(way["recompute"] + ":chunks" * ("mlp_chunks" in way))
@@ -107,22 +115,12 @@ def test_what_a_policy_cannot_follow_is_refused(name, dropout, compare):
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_a_frozen_weight_or_a_short_sequence_is_no_difference(policy):
-    model = make("relu_squared", replace(SHAPE, max_position_embeddings=3, recompute=policy))
-    model.blocks[0].ln_1.bias.requires_grad_(False)
-    numbers = torch.random.get_rng_state()
-    check_techniques_are_exact(model, CPU, torch.bfloat16)
-    assert torch.equal(numbers, torch.random.get_rng_state())
-
-
-@pytest.mark.parametrize("name", ["token_shift", *FOLLOWED])
-def test_only_attention_may_look_at_other_tokens_of_a_shared_sequence(name):
-    """train_sp.py deals them out, and would train another model without a word."""
-    ours = make(name, SHAPE), CPU, torch.float32
-    expected = pytest.raises(UsageError, match="block 0 .* looks at other tokens")
-    with expected if name in REFUSED else nullcontext():
-        check_techniques_are_exact(*ours, shared=True)
-    check_techniques_are_exact(*ours)
+def test_a_short_sequence_is_no_difference_and_no_random_number_is_taken(policy, change):
+    change("relu_squared")
+    config = replace(SHAPE, max_position_embeddings=3, recompute=policy)
+    model, states = make("relu_squared", config), (torch.get_rng_state(), random.getstate())
+    check_model(model, ONE, torch.bfloat16)
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
 
 
 # ---- one model, by however many processes and in however many parts
@@ -143,10 +141,13 @@ def test_a_text_is_written_as_the_long_way_writes_it(name):
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(REST, marks=slow)])
 def test_processes_together_learn_what_one_does(names):
-    """train_ddp.py's and train_fsdp.py's as one that accumulates, to the bit; train_sp.py's up to
-    1e-10 in float64. See `changed` in sharded.py."""
+    """Or refuse in one line. train_ddp.py's and train_fsdp.py's as one that accumulates, to the
+    bit; train_sp.py's up to 1e-10 in float64. See `changed` in sharded.py."""
     result = start_together(["tests/harness/sharded.py", "changed", *names]).end(timeout=400)
     assert result.stdout.count("as one") == 2, result.stdout + result.stderr
+    refused = re.findall("^refused (.*)", result.stdout, re.M)
+    expected = (f"{name} {script}" for name in names for script in ALONE.get(name, "").split())
+    assert sorted(refused) == sorted(expected)
 
 
 # ---- the planner runs the changed model itself
@@ -157,9 +158,12 @@ def test_processes_together_learn_what_one_does(names):
     ("name", "ways"),
     [
         *zip(
-            [*FEW, "wider_inside"], [["cheap"], ["full"], ["none"], ["qkv"], ["mlp"]], strict=True
+            [*FEW, "wider_inside", "shared", "skips"],
+            [["cheap"], ["full"], ["none"], ["qkv"], ["mlp"], ["full"], ["cheap"]],
+            strict=True,
         ),
         *(pytest.param(name, [*POLICY_NAMES, "full/2"], marks=slow) for name in FOLLOWED),
+        *(pytest.param(name, POLICY_NAMES, marks=slow) for name in LOOPS),
     ],
 )
 def test_the_memory_of_a_changed_model_is_planned(name, ways, change):
@@ -167,15 +171,26 @@ def test_the_memory_of_a_changed_model_is_planned(name, ways, change):
     for policy in ways:
         config = replace(WIDE, recompute=policy, dropout=0.1 * (policy == "full"))
         measured = measured_peak(config, 16)
-        assert planner(config).step(16).peak == pytest.approx(measured, rel=0.003), policy
+        close = 0.015 if name == "first_stream" else 0.003
+        assert planner(config).step(16).peak == pytest.approx(measured, rel=close), policy
 
 
-def test_a_table_in_a_buffer_is_refused(tmp_path, change, capfd):
-    """Models are made without memory, and what is computed then is lost."""
-    change("buffer")
+@pytest.mark.parametrize("name", ["buffer", "attribute", "empty", "prelu", "tied"])
+def test_a_tensor_that_would_be_lost_is_refused(name, tmp_path, change, capfd):
+    """Models are made without memory."""
+    change(name)
     line = refused(train_here(tmp_path / "run.pt"), capfd)
-    assert re.search("model.py: .*buffer angles.* in forward", line)
+    assert re.search("model.py: .*((angles|weight) would be lost|bias is in two modules)", line)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "first"), [("gain", torch.linspace(1, 2, 64)), ("scalar", 0.5)])
+def test_a_parameter_of_the_user_keeps_its_first_values(name, first, tmp_path, change):
+    change(name)
+    assert train_here(tmp_path / "run.pt", "--num-steps=1", "--lr=1e-6", "--min-lr=0") == 0
+    gains = [w for name, w in snapshot(tmp_path / "run.pt")["model"].items() if "gain" in name]
+    torch.testing.assert_close(gains, [torch.as_tensor(first)] * len(gains), rtol=0, atol=1e-5)
+    assert gains
 
 
 # ---- files
@@ -189,7 +204,7 @@ def refused(code: int, capfd) -> str:
     return line
 
 
-@pytest.mark.parametrize("name", FOLLOWED + EQUAL)
+@pytest.mark.parametrize("name", dict.fromkeys(FOLLOWED + EQUAL))
 def test_what_is_not_gpt2_is_not_exported(name, change, tmp_path, capfd):
     """However its tensors are called, and wherever it differs; the same model in other words is."""
     path, out = tmp_path / "run.pt", tmp_path / "hf"
@@ -245,6 +260,11 @@ def test_a_prediction_that_fails_names_the_line(tmp_path, change, capfd):
     assert train_here(tmp_path / "run.pt", "--num-steps=1") == 0
     says = r"could not be predicted \(DataDependent\w+ at model.py:\d+\)"
     assert re.search(says, capfd.readouterr().out)
+    auto = "--use-activation-checkpoint=auto", "--memory-budget=1GiB"
+    planned = ["--use-toy-data", "--n-layers=1", "--d-model=16", "--n-heads=1", "--seq-len=16"]
+    says = "model.py cannot be planned: it needs the value"
+    assert says in refused(train_here(tmp_path / "new.pt", *auto), capfd)
+    assert says in refused(plan_memory.main(planned), capfd)
 
 
 # ---- operators that are others on a GPU

@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases.shapes import ways
+from harness.answers import SHAPE
+from harness.planned import CARD
+from harness.runs import parse
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner import CARDS, Card, roofline, this_machine, timeline
+from planner import CARDS, Card, roofline, step, this_machine, timeline
 from planner.op_recorder import OpRecorder
 from planner.roofline import seconds_of_each_op
+from trainer.plan import PlanRequest
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 aten = torch.ops.aten
@@ -124,6 +131,47 @@ def test_a_roofline_by_hand():
     ]
     for card, work, expected in microseconds:
         assert 1e6 * seconds(work, card) == pytest.approx(expected, rel=1e-6)
+
+
+# ---- a step of several micro-batches
+
+
+def simulated_seconds(request: PlanRequest) -> float:
+    """The seconds of a whole step: all micro-batches, operator by operator, and one update."""
+    plan, args, device_type = request.planner, request.args, request.device.type
+    model, optimizer = plan.model, plan.optimizer
+    model.config = request.config
+    with plan.fake:
+        batch = torch.zeros(2, args.batch_size, args.seq_len, dtype=torch.int64)
+    with step.recording_simulated_ops(device_type, plan.fake) as log:
+        for _ in range(args.grad_accum_steps):
+            forward = partial(model, *batch)
+            step.forward_and_backward(log, forward, request.precision, cache_enabled=False)
+        plan.clip_gradients([*model.parameters()], 1.0, foreach=device_type == "cuda")
+        optimizer.step()
+        optimizer.zero_grad()
+    return seconds(timeline.op_work_table(log.ops), request.card)
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(
+    st.sampled_from(["--optimizer adamw", "--optimizer muon"]),
+    st.sampled_from(["", "--moments-dtype bfloat16"]),
+    st.integers(1, 4),  # micro-batches
+    st.integers(1, 4),  # blocks
+    st.sampled_from([16, 64, 512]),  # channels
+    ways(1) | st.just("none"),
+    st.sampled_from(["cpu", "cuda"]),
+    st.sampled_from([CARD, CARDS["H100"]]),
+)
+def test_a_step_takes_what_its_micro_batches_and_one_update_take(
+    optimizer, moments, n, n_layers, width, way, kind, card
+):
+    flags = f"{optimizer} {moments} --grad-accum-steps {n} --n-layers {n_layers} --d-model {width}"
+    args = parse(f"{SHAPE} {flags} --batch-size 2 --use-activation-checkpoint {way}")
+    precision = torch.bfloat16 if kind == "cuda" else torch.float32
+    asked = PlanRequest(args, 61, torch.device(kind), precision, card=card)
+    assert asked.seconds(asked.predicted_step) == pytest.approx(simulated_seconds(asked), rel=0.01)
 
 
 # ---- this machine

@@ -3,20 +3,23 @@ without a word, each format is read whole, each split is clean, the result is ke
 batches. Also the data that need no file. What is refused besides: cases/bad_input.py.
 """
 
+import errno
 import hashlib
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -31,6 +34,7 @@ from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 
 from data import (
+    DataError,
     Dataset,
     TokenFile,
     Tokenizer,
@@ -42,9 +46,9 @@ from data import documents as documents_module
 from data.batches import hash_ids
 from data.documents import iter_text_chunks
 from data.files import find_files
+from data.store import locked
 from data.tokenizer import (
     GPT2_PATTERN,
-    NumberTokenizer,
     format_ranks,
     load_tokenizer,
     train_bpe,
@@ -76,6 +80,8 @@ def texts(files: Iterable[TokenFile]) -> list[bytes]:
 
 # ---- Which files are meant
 
+TOP = "[x].txt", "a.md", "b.txt"
+
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch) -> None:
@@ -90,24 +96,27 @@ def write(*names: str) -> None:
 
 def test_folders_and_globs() -> None:
     """What a folder leaves out is counted in one line for all names; but hidden and empty files,
-    and a run's own log, are no news."""
-    write("b.txt", "a.md", "sub/c.PY", "sub/.hidden.txt", ".git/d.txt", "e.png", "[x].txt", "1.pdf")
+    and a run's own log, are no news. Folders that are links are searched, too, each once."""
+    write("../out/f.txt", *TOP, "sub/c.PY", "sub/.hidden.txt", ".git/d.txt", "e.png", "1.pdf")
     write("sub/2.PDF", "LICENSE", "__pycache__/a.pyc", "sub/run.metrics.jsonl")
     Path("empty.txt").touch()
-    os.symlink("nowhere", "broken.pdf")
+    links = {"no.bin": "nowhere", "me.txt": "me.txt", "sub/up": "..", "d": "../out"}
+    for link, target in links.items():
+        os.symlink(target, link)
     for names, found in {
         ("b*.txt", "b.txt", "a.md"): ["b.txt", "a.md"],
         ("**/*.PY",): ["sub/c.PY"],
         ("[x].txt",): ["[x].txt"],
         ("e.png",): ["e.png"],  # named on purpose: whether it is text, its bytes tell
-        ("su[b]",): ["sub/c.PY"],
+        ("su[b]",): ["sub/c.PY", *(f"sub/up/{name}" for name in (*TOP, "d/f.txt"))],
     }.items():
         assert find_files(names, "", lambda line: None) == [Path(name) for name in found]
     lines: list[str] = []
-    assert len(find_files((".", "e.png"), "--train-data", lines.append)) == 5
+    assert len(find_files((".", "e.png"), "--train-data", lines.append)) == 6
     (line,) = lines
     assert (
-        "--train-data . and 1 more: files taken: 5, skipped: 3 (.pdf 2, without suffix 1)" in line
+        "--train-data . and 1 more: files taken: 6, skipped: 5 (.pdf 2, links to nothing 2, "
+        "without suffix 1)" in line
     )
 
 
@@ -160,7 +169,7 @@ def test_chunks_have_the_words_of_the_whole(patterns, tmp_path_factory, groups, 
 @given(
     st.lists(st.text("a b\n\ré\U0001f600", min_size=1), min_size=1, max_size=12),
     st.floats(0.05, 0.95),
-    st.sampled_from(["lines", "files", "files with a mark"]),
+    st.sampled_from(["lines", "lines of a key", "files", "files with a mark"]),
 )
 @example(["é" * 1000], 0.1, "files")  # no place to cut
 @example(["ab\n" * 10] * 4, 0.2, "files")  # a fifth would validate
@@ -169,17 +178,19 @@ def test_chunks_have_the_words_of_the_whole(patterns, tmp_path_factory, groups, 
 def test_every_byte_in_the_split_of_the_rule(tmp_path_factory, documents, ratio, layout) -> None:
     """And no character is cut."""
     n, wholes = len(documents), [document.encode() for document in documents]
-    assume(layout != "lines" or n * ratio >= 1)  # (What is said of fewer: cases/bad_input.py.)
+    assume("lines" not in layout or n * ratio >= 1)  # (What is said of fewer: cases/bad_input.py.)
     folder = tmp_path_factory.mktemp("texts")
-    if layout == "lines":
-        lines = [json.dumps({"id": 3, "text": document}) for document in documents]
+    key = "a key" if "key" in layout else "text"
+    if "lines" in layout:
+        lines = [json.dumps({"text": 3, key: document}) for document in documents]
+        lines[0] = f'{{"id": {"7" * 5000},{lines[0][1:]}'  # more digits than an int of Python has
         (folder / "x.JSONL").write_text("\n\n".join(lines))
     else:
         for i, document in enumerate(wholes):
             mark = b"\xef\xbb\xbf" * ("mark" in layout)
             (folder / f"{i:02}.txt").write_bytes(mark + document)
     with patch.object(documents_module, "CHUNK", 50):
-        data = load(folder / "cache", folder, val_ratio=ratio)
+        data = load(folder / "cache", folder, val_ratio=ratio, text_key=key)
     train, val = texts(data.train_token_files), texts(data.val_token_files)
     if n * ratio >= 1:  # every 1 / ratio-th
         turns = [int((i + 1) * ratio) > int(i * ratio) for i in range(n)]
@@ -205,7 +216,7 @@ def test_every_byte_in_the_split_of_the_rule(tmp_path_factory, documents, ratio,
         ("llm.c.bin", "uint16", partial(llmc, magic=20240520, version=1)),
         ("llm.c.bin", "uint32", partial(llmc, magic=20240801, version=7)),
         ("x.NPY", "uint16", npy),
-        ("x.npy", "uint32", npy),
+        *(("x.npy", dtype, npy) for dtype in ("uint32", ">u2", "int32", ">i8", "uint64")),
     ],
 )
 def test_token_files_are_read_in_place(cache, tmp_path, name, dtype, content) -> None:
@@ -236,6 +247,12 @@ def test_token_files_named_val_validate_and_a_tail_spans_files(cache) -> None:
         assert ids(data.train_token_files) == list(range(n)) and ids(data.val_token_files) == list(
             range(75, 75 + n)
         )
+    lines: list[str] = []
+    load(cache, "*.bin", val_ratio=0.3, seq_len=49, say=lines.append)
+    assert lines == [
+        "note     2 of 4 token files are shorter than a sequence (50 tokens) and are not used: "
+        "50 of 150 tokens"
+    ]
 
 
 def test_val_data_leaves_all_of_train_data_on_which_alone_bpe_is_trained(cache) -> None:
@@ -354,35 +371,31 @@ def kept(tmp_path_factory) -> tuple[Path, Path, dict[Path, bytes]]:
     return folder / "x.txt", folder / "cache", files
 
 
-def check_is_built_anew(kept) -> None:
-    """The folder that is not as it was, with a line for it; then all is as it was."""
+flips = st.tuples(st.integers(0, 10**6), st.integers(0, 7))
+
+
+@row("a bit of the token cache")
+@settings(max_examples=160)
+@given(
+    st.integers(0, 5),
+    flips | st.sampled_from([None, b"", b"[]", b"[" * 99_999, b'{"sha256": 1}']),
+)
+def test_what_is_no_cache_is_built_anew(kept, number, damage) -> None:
+    """A folder in which a file is not as it was (one bit is another) is built anew, with a line
+    for it; then all is as it was."""
     path, cache, files = kept
+    damaged = list(files)[number]
+    content = bytearray(damaged.read_bytes())
+    damaged.unlink()
+    if isinstance(damage, tuple):
+        content[damage[0] % len(content)] ^= 1 << damage[1]
+    if damage is not None:
+        damaged.write_bytes(content if isinstance(damage, tuple) else damage)
     lines: list[str] = []
     start(cache, path, say=lines.append)
     assert "".join(lines).count("is incomplete, damaged or of an older version: built an") == 1
     assert {path: path.read_bytes() for path in cache.glob("*/*")} == files
     start(cache, path, say=never)
-
-
-@row("a bit of the token cache")
-@settings(max_examples=80)
-@given(st.integers(0, 5), st.integers(0, 10**6), st.integers(0, 7))
-def test_a_flipped_bit_in_the_cache_is_noticed(kept, number, position, bit) -> None:
-    path = list(kept[2])[number]
-    content = bytearray(path.read_bytes())
-    content[position % len(content)] ^= 1 << bit
-    path.write_bytes(content)
-    check_is_built_anew(kept)
-
-
-@pytest.mark.parametrize("number", range(6))
-@pytest.mark.parametrize("content", [None, b"", b"[]", b"[" * 99_999, b'{"sha256": 1}'])
-def test_what_is_no_cache_is_built_anew(kept, number, content) -> None:
-    path = list(kept[2])[number]
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
-    check_is_built_anew(kept)
 
 
 def test_a_name_follows_from_content_tokenizer_and_split(cache, text, tmp_path) -> None:
@@ -393,9 +406,15 @@ def test_a_name_follows_from_content_tokenizer_and_split(cache, text, tmp_path) 
     assert other.tokenizer.name == "byte"  # that of the run is left aside
     names = {run.fingerprint, other.fingerprint, start(cache, text, vocab_size=280).fingerprint}
     text.write_text(MORE)
-    for options in ({}, {"val_ratio": 0.3}, {"max_tokens": 20}, {"val": [str(moved)]}):
+    for options in (
+        {},
+        {"val_ratio": 0.3},
+        {"max_tokens": 20},
+        {"val": [str(moved)]},
+        {"text_key": "x"},
+    ):
         names.add(go_on(run, cache, text, **options).fingerprint)
-    assert len(names) == 7
+    assert len(names) == 8
 
 
 def test_a_tokenizer_is_not_looked_for_when_the_run_brings_it(cache, text) -> None:
@@ -434,7 +453,7 @@ def test_processes_that_race_build_once_also_after_one_was_killed(cache, text, t
 
     (tmp_path / "child.py").write_text(CHILD)
     assert children("die").returncode == -signal.SIGKILL
-    left, bpe = sorted(path for path in cache.iterdir() if path.name != ".lock")
+    left, bpe = sorted(path for path in cache.iterdir() if path.is_dir())
     assert left.name.startswith(".tmp-") and not (bpe / "train.bin").exists()  # no ids to read
     shutil.rmtree(bpe)
     both = children("live", "live")
@@ -444,6 +463,56 @@ def test_processes_that_race_build_once_also_after_one_was_killed(cache, text, t
     made = re.findall("^made (.*) (.*)$", both.stdout, re.M)
     assert made == [(fresh.fingerprint, fresh.tokenizer.fingerprint)] * 2
     assert "".join(read(load(cache, text, tokenizer_name="bpe", say=never))) == TEXT
+
+
+@pytest.mark.parametrize("content", [b"", b"five!", b"PK\x03\x04\xff"])
+def test_a_text_is_checked_before_a_lock_is_waited_for(cache, text, content) -> None:
+    """And before a BPE is trained."""
+    text.write_bytes(content)
+    with patch("data.store.locked", never), pytest.raises(DataError, match="17 trai|an archive"):
+        start(cache, text, seq_len=16, say=never)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the module is imported already
+def test_the_cache_can_lie_elsewhere(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("MINIGPT_CACHE", "elsewhere")
+    assert runpy.run_module("data.files")["CACHE_DIR"] == tmp_path / "elsewhere"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no locks to be without")
+@pytest.mark.parametrize(
+    ("function", "error", "says"),
+    [
+        *(
+            ("fcntl.flock", OSError(number, os.strerror(number)), None)
+            for number in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+        ),
+        (
+            "fcntl.flock",
+            OSError(errno.EIO, "I/O"),
+            "^cache: I/O; .* folder that MINIGPT_CACHE names$",
+        ),
+        (
+            "pathlib.Path.mkdir",
+            OSError(errno.EROFS, "R/O", "cache"),
+            "^cache: R/O; .* MINIGPT_CACHE",
+        ),
+        ("os.scandir", OSError(errno.EACCES, "denied", "in/sub"), "^in/sub: denied$"),
+    ],
+)
+def test_errors_of_a_disk(monkeypatch, function, error, says) -> None:
+    """A disk without locks gets none, and what another process writes there stays. An error that
+    comes from the cache says how to move it. (And another text has another lock.)"""
+    write("in/x.txt")
+    cache = Path("cache")
+    with locked(cache / "of another", never):
+        run = start(cache, Path("in"), say=lambda line: "waiting" in line and never(line))
+    of_others = [path.rename(cache / f".tmp-{path.name}-x") for path in cache.glob("[!.]*")]
+    monkeypatch.setattr(function, Mock(side_effect=error))
+    with pytest.raises(DataError, match=says) if says else nullcontext():
+        again = start(cache, Path("in"))
+        assert again.fingerprint == run.fingerprint and "".join(read(again)) == "this is in/x.txt"
+    assert len(of_others) == 2 and all(path.exists() for path in of_others)
 
 
 # ---- Batches: every window once an epoch, a pure function of the index
@@ -458,7 +527,7 @@ def numbered(folder: Path, lengths: list[int]) -> list[TokenFile]:
         path, offset = folder / f"{i}.bin", 1024 * (i % 2)
         numbers = np.arange(end - n, end, dtype=("uint16", "uint32")[i % 2])
         path.write_bytes(b"\xff" * offset + numbers.tobytes())
-        files.append(TokenFile(path, numbers.dtype, offset, n))
+        files.append(TokenFile(path, numbers.dtype, offset, n, sum(lengths)))
     return files
 
 
@@ -500,4 +569,4 @@ def test_the_fingerprint_is_of_the_tokens_and_of_where_files_end(tmp_path, monke
     files = numbered(tmp_path, [5, 7])
     parts = [(file.dtype, np.array(ids([file]), file.dtype)) for file in files]
     content = b"".join(f"{dtype} {len(i)} ".encode() + i.tobytes() for dtype, i in parts)
-    assert hash_ids(files, NumberTokenizer(12)) == hashlib.sha256(content).hexdigest()
+    assert hash_ids(files) == hashlib.sha256(content).hexdigest()

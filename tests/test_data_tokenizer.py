@@ -2,8 +2,10 @@
 transformers' own engine gives the same ids on any text. No network."""
 
 import json
+import random
 import re
 import socket
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -80,6 +82,7 @@ def naive_bpe(text: str, merges: int) -> list[bytes]:
 @given(st.text("ab cd\n1é", max_size=60).map(lambda text: text * 3))
 @example(TEXT[:3000])
 @example("abababab aaaa aaa aa bababa " * 9)
+@example("ababaabbabaaabbb" * 9)  # one word
 @example(HARD * 3)
 def test_training_equals_the_definition(text: str) -> None:
     """And it does not depend on the order of words, or on where a text is cut between lines."""
@@ -88,6 +91,13 @@ def test_training_equals_the_definition(text: str) -> None:
     assert list(ranks.values()) == list(range(len(ranks)))
     lines = re.split(r"(?<=[^\s]\n)(?=[^\s])", text)
     assert train_bpe(sorted(lines, reverse=True), 256 + 40 + 1) == ranks
+
+
+def test_a_word_may_be_long() -> None:
+    """DNA has no blank. (All pairs of the word, counted again after each merge, take a minute.)"""
+    start = time.process_time()
+    train_bpe(["".join(random.Random(0).choices("ACGT", k=200_000))], 500)
+    assert time.process_time() - start < 10
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))

@@ -22,7 +22,7 @@ FLOOR["data"] = FLOOR["planner"]
 # wrapped call cost nothing, so no limit ever shortens a word. A limit of a file would make files
 # split; one of a room makes them simpler.
 ROOMS = {
-    "the root": 414,
+    "the root": 420,
     "memory": 488,
     "planner": 1_012,
     "trainer": 2_196,
@@ -32,7 +32,7 @@ ROOMS = {
     "all without tests": 6_565,
     "tests": 5_945,
 }
-FILES_IN = {"trainer": 17, "scripts": 15}
+FILES_IN = {"trainer": 18, "scripts": 15}
 # Of a file: what is read from top to bottom, and pages.
 FILES_READ = {
     "README.md": 160,
@@ -42,7 +42,7 @@ FILES_READ = {
     "train_ddp.py": 143,
     "train_fsdp.py": 154,
     "train_sp.py": 132,
-    "docs/change.md": 80,
+    "docs/change.md": 88,
     "docs/planning.md": 260,
     "docs/evidence.md": 250,
     "docs/calculator.html": 400,

@@ -1,11 +1,14 @@
 """What to change when memory is little: one list, the least cost first; and who asks for it."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from harness.answers import parse, room_for
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner import CARDS
 from planner.cards import choose_card
@@ -45,36 +48,57 @@ OFFLOAD = "--use-activation-checkpoint full+offload"
     ],
 )
 def test_it_is_told_what_costs_least(flags, device, less, wanted):
-    """Of what is not so yet. `smaller_step`: the policy that is predicted to need less."""
-    step = SimpleNamespace(config=SimpleNamespace(recompute=less)) if less else None
+    """Of what is not so yet. `less`: the policy that is predicted to need less."""
     args = parse(flags)
-    said = describe_suggested_change(args, device, args.use_activation_checkpoint, step)
-    assert said.startswith(f"{wanted} (" if wanted else "what changes the training: ")
+    policy = args.use_activation_checkpoint
+    said = describe_suggested_change(args, device, policy, less)
+    assert said.startswith(f"{wanted} (" if wanted else "what changes the training: a shorter")
+    evaluating = describe_suggested_change(args, device, policy, less, in_evaluation=True)
+    assert "--use-activation-checkpoint" not in evaluating
 
 
 # ---- a prediction
 
 
-def test_what_it_says_fits_and_nothing_cheaper_does():
-    """By the planner itself; the less room, the more has to change."""
-    args = parse(f"{SHAPE} --n-layers 6 --d-model 32 --grad-accum-steps 2")
-    plain, known = PlanRequest(args, 61, CPU, torch.float32), []
-    for share in (0.9, 0.3, 0.1, 0.01):
-        budget = plain.state_bytes + share * (plain.predicted_step.peak - plain.state_bytes)
-        asked = replace(plain, memory_budget=room_for(budget))
-        said, knob = asked.advice_and_change()
-        if knob is None:
-            assert (
-                asked.step_with_best_policy().peak > budget
-                and "; " not in said
-                and "--seq-len" in said
-            )
-            continue
-        step = asked.with_args(with_flags(args, **knob.flags)).predicted_step
-        assert step.peak <= asked.usable_bytes and said.startswith(f"{knob.flags_as_text} fits (")
-        assert (asked.step_with_fitting_policy() is None) == (knob.flags.keys() != {POLICY_FLAG})
-        known.append(sorted(knob.flags.keys() - {POLICY_FLAG, "grad_accum_steps"}))
-    assert known == [[], [], ["batch_size"]]
+DRAWN = {
+    "--batch-size": [1, 2, 6],
+    "--seq-len": [16, 32],
+    "--n-layers": [2, 6],
+    "--grad-accum-steps": [1, 2],
+    "--optimizer": ["adamw", "muon"],
+    "--moments-dtype": ["float32", "bfloat16"],
+    "--use-activation-checkpoint": ["none", "cheap", "full"],
+}
+COMMANDS = st.fixed_dictionaries({name: st.sampled_from(of) for name, of in DRAWN.items()})
+PLANNED: dict[str, dict] = {"cpu": {}, "cuda": {}}
+
+
+@pytest.mark.slow
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(COMMANDS, st.sampled_from([*PLANNED]), st.sampled_from([-0.5, -0.1, 0.01, 0.1, 0.5]))
+def test_advice_fits_and_repeats_nothing(typed, kind, share):
+    """By the planner itself. `share` of the way from the state to the peak is there for tensors."""
+    args = parse(f"{SHAPE} {' '.join(f'{name} {value}' for name, value in typed.items())}")
+    plain = PlanRequest(args, 61, torch.device(kind), torch.float32, planner_cache=PLANNED[kind])
+    room = plain.state_bytes + share * (plain.predicted_step.peak - plain.state_bytes)
+    room = room if share > 0 else (1 + share) * plain.state_bytes
+    asked = replace(plain, memory_budget=room_for(room))
+    said, knob = asked.advice_and_change()
+    text = said.partition("the training: ")[2] or said.partition(" fits (")[0]
+    for way in text.split(", or "):
+        words, _, policy = way.partition(" with ")
+        flags = dict(zip(words.split()[::2], words.split()[1::2], strict=False))
+        assert not {(name, str(value)) for name, value in typed.items()} & flags.items()
+        if "of this card" in way:
+            n = int(words.split()[0])
+            shards = replace(asked, args=with_flags(args, **{POLICY_FLAG: "full"}), shard_degree=n)
+            assert shards.fits and n > 1
+        elif way.startswith("--"):
+            flags |= {"--use-activation-checkpoint": policy} if policy else {}
+            then = parse(f"{SHAPE} {' '.join(f'{n} {v}' for n, v in (typed | flags).items())}")
+            assert asked.with_args(then).predicted_step.peak <= asked.usable_bytes
+    assert knob or asked.step_with_best_policy().peak > asked.usable_bytes
+    assert share > 0 or not re.search("--batch-size|--seq-len", said)
 
 
 # ---- before a run starts
@@ -167,7 +191,7 @@ def test_a_gpu_is_known_by_its_name(monkeypatch):
     nothing, tf32, t4 = (parse(f"{auto} {flags}") for flags in ("", "--tf32", "--card T4 --tf32"))
     mine = parse(f"{auto} --card this-machine --d-model 96 --n-heads 3 --seq-len 80")
     there = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=H100.memory)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: there)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device=None: there)
     monkeypatch.setattr("planner.cards.this_machine", lambda *what: what)
     assert choose_card(nothing, gpu) == H100
     assert choose_card(tf32, gpu).flops == (H100.flops[1] / 2, *H100.flops[1:])

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memory import POLICIES, recompute_plan_of_config
 from model import MiniGPT, MiniGPTConfig
-from planner.formulas import closed_form_bytes_by_part, flops_per_token, state_bytes
+from planner.formulas import closed_form_bytes_by_part, flops_per_token
 from planner.operators import cublas_workspace_bytes
 from planner.timeline import KINDS
 from trainer.optimizer import make_optimizer
@@ -184,7 +184,7 @@ def test_closed_form_equals_the_simulation(config, precision, dropout, mode):
         assert form["blocks"] == step.kept_per_block * config.n_layers, memory
         head = (kinds["head"] + kinds["gradients"])[step.phase_slice("head")].max()
         assert form["head"] == pytest.approx(head, abs=64), memory
-        assert sum(form[kind] for kind in KINDS[:3]) == state_bytes(config, *how)
+        assert sum(form[kind] for kind in KINDS[:3]) == plan.state_bytes
 
 
 CHUNKS = {"mlp_chunks": 5, "max_position_embeddings": 330}

@@ -136,6 +136,23 @@ def test_adamw_rounds_what_it_stores_and_nothing_else(flags, device, at_a_time, 
             assert (kept.float() - moment.float()).norm() < 1e-3 * moment.float().norm()
 
 
+@pytest.mark.parametrize("at_a_time", [2**22, 64])
+def test_a_transposed_parameter_learns_what_a_contiguous_one_does(at_a_time, monkeypatch):
+    monkeypatch.setattr(optimizer_file, "UPDATE_CHUNK_ELEMENTS", at_a_time)
+    start, gradient = torch.randn(2, 16, 24)
+    ends = []
+    for like in (start, start.t().contiguous().t()):
+        parameter = torch.nn.Parameter(like.clone(memory_format=torch.preserve_format))
+        optimizer = LeanOptimizer(
+            [{"params": [parameter], "weight_decay": 0.1}], 0.1, 64, BF16, FP32
+        )
+        for _ in range(3):
+            parameter.grad = gradient
+            optimizer.step()
+        ends.append(parameter.detach())
+    assert torch.equal(*ends) and not torch.equal(ends[0], start)
+
+
 # ---- Runs
 
 

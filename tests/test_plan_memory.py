@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from planner import CARDS, Planner
 from planner.choose import UNIFORM_POLICIES
-from planner.formulas import count_parameters
 from scripts import plan_memory
 from scripts.plan_table import digits, format_time, recommend
 from trainer.device import MemoryBudget, without_margin
 from trainer.flags import build_parser, byte_count
-from trainer.plan import step_with_deeper_recompute
+from trainer.plan import deeper_policies, policies_to_try
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 GIB = 2**30
@@ -66,10 +65,8 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
         )
         word = "yes" if row["fits_safely"] else "tight" if row["fits"] else "no"
         assert re.search(f"  {word} +{row['largest_batch']:,}$", line)
-        if card:  # micro-batches share one update, which moves 40 bytes of each parameter
-            n, moved = asked.args.grad_accum_steps, 40 * count_parameters(asked.config)
-            update = moved / asked.shard_degree / (card.bytes_per_s * card.bandwidth_efficiency)
-            seconds = n * step.seconds(card) - (n - 1) * update
+        if card:
+            seconds = step.seconds(card, asked.args.grad_accum_steps)
             assert row["seconds"] == pytest.approx(seconds, rel=1e-9)
             assert row["tokens_per_s"] == pytest.approx(sequences * 32 / seconds)
     fitting = [row for row in answer.json["rows"][:-1] if row["fits_safely"]]
@@ -258,8 +255,10 @@ def test_what_a_run_takes_when_memory_runs_out(flags):
     """Each is what trainer/run.py, or a restart, takes after the one before it."""
     answer, asked = ask(flags), question(flags)
     name, expected, share = answer.json["takes"], [], 0.75 if asked.shard_degree > 1 else 1
-    while step := step_with_deeper_recompute(asked, name, share=share):
-        name = step.config.recompute
+    policies = deeper_policies(asked, name)
+    while policies := policies_to_try(policies, asked.device.type, share=share):
+        (name, _), batch_size = policies[0], asked.args.batch_size
+        step = asked.planner.step(batch_size, recompute=name)
         seconds = asked.seconds(step) if asked.card else None
         expected.append({"policy": name, "peak_bytes": step.peak, "seconds": seconds})
     assert answer.json["if_out_of_memory"] == expected and len(expected) >= 2

@@ -167,8 +167,10 @@ def test_compiled_blocks_multiply_no_more_than_they_say(policy):
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["full:1,cheap", "mlp:1,sdpa", "selective:1,attn", "qkv"])
-def test_compiled_policies_have_the_same_losses_and_offload_changes_no_bit(way):
+def test_compiled_policies_have_the_same_losses_and_offload_changes_no_bit(way, request):
     device, found = "cuda" if torch.cuda.is_available() else "cpu", []
+    torch.use_deterministic_algorithms(device == "cuda")
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     for recompute in ("none", way, f"{way}+offload"):
         model = tiny(n_layers=3, recompute=recompute).to(device)
         compile_blocks(model)

@@ -4,6 +4,7 @@ step tells of blocks that were not simulated is what they do."""
 import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import PurePosixPath, PureWindowsPath
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from harness.records import KINDS_OF_STEPS, WAYS, B, plan, record
 from memory import POLICIES
 from memory.head import chunk_starts
 from planner import CARDS
+from planner.op_recorder import name_in_the_model
 from planner.record import read_source_line
 from planner.shards import GATHERED_REASON
 from planner.timeline import KINDS
@@ -97,6 +99,15 @@ def test_names_and_reasons(way, of, name, code, why, until):
         assert {step.operator_names[int(s.died)] for s in found} == {until}
     if name.startswith("blocks.1"):
         assert {s.block_index for s in found} == {1}
+
+
+@pytest.mark.parametrize("path", [PurePosixPath, PureWindowsPath])
+def test_a_line_is_named_alike_on_each_system(path):
+    folder = path("/a/mini")
+    names = ("model.py", "memory/head.py")
+    assert tuple(name_in_the_model(str(folder / name), folder) for name in names) == names
+    for other in (folder / "train_ddp.py", path("/a/memory/x.py"), path("<string>")):
+        assert name_in_the_model(str(other), folder) == ""
 
 
 @pytest.mark.parametrize("setting", ["cuda", "cpu"])  # (a CPU does not fuse attention)

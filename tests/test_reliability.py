@@ -172,13 +172,14 @@ def test_restarted_by_torchrun(path, trainer, fault):
 # ---- Stopped, all after the same step
 
 
-def check_stopped(path: Path) -> None:
-    """Both processes after the same step, which was saved; one process can go on."""
+def check_stopped(path: Path, trainer: str) -> None:
+    """Both processes after the same step, which was saved; one process can go on. (Where sequences
+    are shared it would draw other masks.)"""
     step = snapshot(path)["step"]
     first, second = (history(path, rank) for rank in (0, 1))
     assert first == second and max(first) == step < 20
     assert first[step]["weights"] == weights_hash(snapshot(path)["model"])
-    assert ends_as_whole(path)
+    assert trainer == "train_sp" or ends_as_whole(path)
 
 
 stopped = pytest.mark.parametrize(
@@ -191,30 +192,46 @@ stopped = pytest.mark.parametrize(
 
 
 @stopped
-def test_all_log_save_and_stop_after_the_same_step(path, trainer):
+@pytest.mark.parametrize("when", ["term", "asked-in-evaluation"])
+def test_all_log_save_and_stop_after_the_same_step(path, trainer, when):
     """Whichever of them is asked to; a line is due by the clock of process 0 alone. And what is
-    logged or saved takes all of them: else this hangs."""
-    asked = "silence:1:2 silence:0:3 usr1:1:5 term:1:8"
-    flags = ("--no-amp", "--log-interval=50")
+    logged or saved takes all of them: else this hangs. An evaluation ends between two batches, and
+    its step is logged when it is repeated."""
+    asked, evaluated = f"silence:1:2 silence:0:3 usr1:1:5 {when}:1:8", when != "term"
+    flags = ("--no-amp", "--log-interval=50", f"--eval-interval={8 * evaluated}")
     broken_together(path, asked, *flags, script=trainer, expect=143, MINIGPT_TIMEOUT_S="60")
-    assert [record["step"] for record in metrics(path)] == [3, 5, 8]
+    assert [record["step"] for record in metrics(path)] == [3, 5, *[8] * (not evaluated)]
     assert (snapshot(path)["step"], snapshot(sibling_path(path, ".prev.pt"))["step"]) == (8, 5)
-    check_stopped(path)
+    check_stopped(path, trainer)
 
 
-@slow
-@stopped
-def test_signal_to_torchrun(path, trainer):
-    """It passes them on, and exits with 1 and a traceback whatever its processes do."""
+@only_linux
+@pytest.mark.parametrize(
+    ("trainer", "name", "to_all"),
+    [
+        case("train_ddp", "SIGTERM", True, marks=row("Ctrl-C, SIGTERM, a")),
+        case("train_ddp", "SIGINT", True, marks=[row("Ctrl-C, SIGTERM, a"), slow]),
+        case("train_ddp", "SIGINT", False, marks=[row("Ctrl-C, SIGTERM, a"), slow]),
+        case("train_fsdp", "SIGINT", True, marks=[row("`train_fsdp.py`: SIGTERM and"), slow]),
+        case("train_fsdp", "SIGTERM", False, marks=[row("`train_fsdp.py`: SIGTERM and"), slow]),
+        case("train_sp", "SIGTERM", True, marks=slow),
+    ],
+)
+def test_signal_to_torchrun(path, trainer, name, to_all):
+    """It passes them on, and exits with 1 whatever its processes do. SLURM and systemd send them to
+    its processes, too, so that these get two of them."""
     command = by_torchrun(path, "--no-amp", script=f"{FAULTS} {trainer}")
     pipe, env = subprocess.PIPE, os.environ | {"PAUSE": "0.1", "PYTHONUNBUFFERED": "1"}
     launcher = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=env)
     assert any(line.startswith("step  3/") for line in launcher.stdout)
-    launcher.send_signal(signal.SIGINT if trainer == "train_ddp" else signal.SIGTERM)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    for pid in [launcher.pid, *map(int, children * to_all)]:
+        os.kill(pid, getattr(signal, name))
     out, err = launcher.communicate(timeout=DEADLINE)
     assert re.search("^stopped .*traceback below is no crash", out, re.M) and "Traceback" in err
     assert launcher.returncode == 1 and not sibling_path(path, ".prev.pt").exists()
-    check_stopped(path)
+    assert out.count(f"stopped  {name} after step ") == 1
+    check_stopped(path, trainer)
 
 
 # ---- Something goes wrong with one of two

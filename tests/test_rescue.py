@@ -10,8 +10,24 @@ import torch
 from harness import runs
 from harness.faults import broken, raising, undisturbed
 from harness.rows import row
-from harness.runs import FAULTS, metrics, parse, same, snapshot, train, train_here
-from harness.shortage import ERROR, operators_of_each, repeated, running_out
+from harness.runs import (
+    FAULTS,
+    TINY,
+    metrics,
+    parse,
+    same,
+    snapshot,
+    start_together,
+    train,
+    train_here,
+)
+from harness.shortage import (
+    ERROR,
+    operators_of_each,
+    repeated,
+    running_out,
+    running_out_again,
+)
 from torch.utils._pytree import tree_leaves
 
 import train_minimal
@@ -113,7 +129,7 @@ def test_nothing_of_the_failed_attempt_stays_alive(way, tmp_path, monkeypatch):
         known = {its.untyped_storage()._cdata for its in there if isinstance(its, torch.Tensor)}
         left.append(sum(its().nbytes() for key, its in mode.alive.items() if key not in known))
 
-    monkeypatch.setattr(run, "predict_step_with_less_memory", bytes_left)  # (which knows of none)
+    monkeypatch.setattr("trainer.run.switch_policy", bytes_left)  # (to no other)
     gc.disable()
     try:
         for place in places_in(n, draw, 24):
@@ -196,6 +212,7 @@ def test_an_update_that_runs_out_half_way_is_not_done_again(path, capsys, monkey
     def fails(*given: object, **more: object) -> None:
         groups.append(fused(*given, **more))
         if len(groups) == 3:  # the second group's, in the second step
+            monkeypatch.undo()
             raise RuntimeError(ERROR)
 
     fused = torch._fused_adamw_
@@ -204,13 +221,12 @@ def test_an_update_that_runs_out_half_way_is_not_done_again(path, capsys, monkey
     assert len(groups) == 3 and snapshot(path)["step"] == 1
     captured = capsys.readouterr()
     assert "warning  step" not in captured.out and "recompute none; try " in captured.err
-    monkeypatch.undo()
     assert train_here(path, *flags, "--resume") == 0
     assert same(snapshot(path)["model"], snapshot(undisturbed(*flags))["model"])
 
 
 def test_of_a_changed_model_only_what_is_exact_is_taken(path, capsys, monkeypatch):
-    """Here it is attn, and what would be taken without the check is selective:1."""
+    """Here it is attn, and what would be taken first without the check is selective:1."""
     exact, looked_at = setup.describe_recompute_difference, []
 
     def compare(model, i: int, policy: str, *how: object) -> str:
@@ -221,9 +237,33 @@ def test_of_a_changed_model_only_what_is_exact_is_taken(path, capsys, monkeypatc
     flags = "--no-amp", "--num-steps=4"
     with running_out(STEP, (50, False)):
         assert train_here(path, *flags) == 0
-    assert set(looked_at) == {"selective", "attn"}
+    assert set(looked_at) == {"selective", "cheap", "attn"}
     assert "recompute none; again, and from now on, with attn (" in capsys.readouterr().out
     assert same(snapshot(path)["model"], snapshot(undisturbed(*flags))["model"])
+
+
+# ---- Where memory runs out again, in the rescue itself
+
+
+AGAIN = row("memory runs out once more")
+
+
+@AGAIN
+@pytest.mark.usefixtures("plans_memory")
+@pytest.mark.parametrize("policy", ["none", "attn"])  # (nothing needs less than attn)
+def test_wherever_the_rescue_itself_runs_out_it_ends_the_run(policy, tmp_path, capfd, thorough):
+    """While it frees, takes a policy and checks it, and while the last line is written."""
+    flags = f"--no-amp --num-steps=3 --batch-size=1 {POLICY}={policy}".split()
+    draw, whole, total = random.Random(policy), snapshot(undisturbed(*flags)), 0
+    for i in range(300 if thorough else 8):
+        # Half of the calls are among the last, which are few; at first only count them.
+        at = i and draw.choice([draw.randint(1, total), draw.randint(total - 60, total)])
+        error, path = draw.choice([MemoryError(), RuntimeError(ERROR)]), tmp_path / f"{i}.pt"
+        with running_out(STEP, (50, False)), running_out_again(at, error) as calls:
+            code = train_here(path, *flags)
+        lines, total = capfd.readouterr().err.count("error: out of memory"), total or calls[0]
+        assert code == (0 if i == 0 and policy == "none" else 4) or code == 0 and not lines, at
+        assert lines == (code == 4) and (code or same(snapshot(path)["model"], whole["model"]))
 
 
 # ---- For real
@@ -267,3 +307,25 @@ def test_a_process_that_may_have_no_more(share, fault, policy, code, path):
         assert snapshot(path)["step"] == 1
     else:
         assert same(snapshot(path)["model"], snapshot(undisturbed(*LARGE))["model"])
+
+
+@AGAIN
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.usefixtures("plans_memory")
+@pytest.mark.parametrize(
+    "room", [64, *(pytest.param(n, marks=slow) for n in (0, 500, 1000, 2000, 3000, 5000, 8000))]
+)
+def test_a_process_that_has_next_to_nothing_left(room, path):
+    """Beyond what it has before a step: so many KiB, which is less than the step needs. It is
+    rescued, or it ends with one line."""
+    flags = "--n-layers=4 --d-model=128 --seq-len=256 --batch-size=8 --no-amp --num-steps=3"
+    env = {"FAULTS": "oom:0:2", "ROOM": str(1024 * room), "MALLOC_MMAP_THRESHOLD_": "65536"}
+    words = f"{flags} --max-tokens=9000 --save-interval=1".split()
+    trainer = FAULTS, "train_minimal", *TINY, f"--checkpoint-path={path}"
+    result = start_together([*trainer, *words], 1, **env).end()
+    assert result.returncode in (0, 4) and "warning  step 2: out of" in result.stdout
+    if result.returncode:
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("error: out of memory") and snapshot(path)["step"] == 1
+    else:
+        assert same(snapshot(path)["model"], snapshot(undisturbed(*words))["model"])

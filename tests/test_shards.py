@@ -14,8 +14,6 @@ from harness.sharded import CASES, LONG_CASES
 
 from memory import recompute_plan_of_config
 from planner.choose import pick_fastest_fitting_step
-from planner.formulas import state_bytes
-from planner.shards import state_bytes_per_rank
 from trainer.optimizer import make_optimizer
 from trainer.plan import PlanRequest
 
@@ -65,11 +63,11 @@ def test_rows_that_do_not_divide_are_rounded_up(n):
     assert [len(p) for p in plan.local_model.parameters()] == [
         -(-len(p) // n) for p in plan.model.parameters()
     ]
-    least = state_bytes_per_rank(state_bytes(WIDE), WIDE, n)
-    assert least < plan.step(1, recompute="full").peak
+    assert plan.state_bytes < plan.step(1, recompute="full").peak
     gathered = [*plan.model.token_embedding.parameters(), *plan.model.ln_f.parameters()]
-    assert least == state_bytes(WIDE) // n + sum(p.nbytes for p in gathered)
-    assert state_bytes_per_rank(100, WIDE, 1) == 100
+    rows = sum(p.nbytes for p in plan.local_model.parameters())
+    counters = 4 * len([*plan.model.parameters()])
+    assert plan.state_bytes == 4 * rows + counters + sum(p.nbytes for p in gathered)
 
 
 def test_shards_never_take_a_group():

@@ -171,11 +171,21 @@ def test_the_sample_compiles_nothing(path, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
     # Without g++.
     monkeypatch.setattr("memory.head.compile_target_log_prob", lambda: target_log_prob_)
+    monkeypatch.setattr("trainer.setup.check_compiler", lambda device: None)
     monkeypatch.setattr("trainer.shutdown.sample_text", sample)
     flags = ("--compile", "--no-amp", "--num-steps=2", "--sample-tokens=5")
     assert train_here(path, *flags) == 0
     assert not any("_orig_mod" in name for name in snapshot(path)["model"])
     torch._dynamo.reset()
+
+
+def test_a_compiler_that_fails_is_told_before_anything_is_written(path, monkeypatch, capsys):
+    error = RuntimeError("CppCompileError: C++ compile error\n\nCommand:\ng++ /sp ace/x.cpp")
+    monkeypatch.setattr(torch, "compile", lambda function: raising(error))
+    assert train_here(path, "--compile", "--no-amp") == 2 and not [*path.parent.iterdir()]
+    said = capsys.readouterr()
+    assert not said.out and said.err.count("\n") == 1
+    assert re.search("^error: --compile: .* C[+][+] compile error; .* --no-compile$", said.err)
 
 
 # ---- What a device says
@@ -185,8 +195,8 @@ def test_a_gpu_tells_what_its_allocator_took(monkeypatch):
     """Tensors in the record, and as a share of the card in the line."""
     stats = {"allocated_bytes.all.peak": 2**30, "active_bytes.all.peak": 2**31}
     card = SimpleNamespace(total_memory=2**32)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: card)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device=None: stats)
     found = peak_memory_fields(CUDA)
     assert (found["peak_memory_bytes"], found["peak_active_bytes"]) == (2**30, 2**31)
     record = dict(step=1, epoch=0, lr=1, train_loss=1, step_ms=1, tokens_per_s=1, eta_s=3700)

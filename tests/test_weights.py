@@ -339,11 +339,13 @@ def test_whatever_the_files_are(run, exported, tmp_path, monkeypatch):
     Path("a").mkdir()
     Path("a/a.txt").write_text("für Elise", encoding="utf-8")
     Path("a/b.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n{"text": "two"}\n')
+    Path("b.jsonl").write_text(Path("a/b.jsonl").read_text().replace("text", "other"))
     np.array(sum(others, []), np.uint16).tofile("others.bin")
-    np.save("all.npy", np.array(sum(others, first), np.uint32))
-    for names in (["a"], ["a/a.txt", "others.bin"], ["all.npy"]):
+    np.save("all.npy", np.array(sum(others, first), np.uint64))
+    other_key = ["a/a.txt", "b.jsonl", "--text-key=other"]
+    for names in (["a"], ["a/a.txt", "others.bin"], ["all.npy"], other_key):
         found = evaluated(run, "--val-data", *names)
-        assert found["data"] == ", ".join(names) and found["tokens"] == len(sum(others, first)) - 1
+        assert names[0] in found["data"] and found["tokens"] == len(sum(others, first)) - 1
         assert found["bytes"] == 16
         of_folder = evaluated(exported, "--val-data", *names, "--seq-len=16")
         assert of_folder["loss"] == found["loss"] and of_folder["step"] is None

@@ -3,7 +3,8 @@
 run.py         hold the state of a run; repeat a step when memory runs out
 bootstrap.py   prepare a process before `import torch`
 flags.py       define the command line
-setup.py       set up a run in the same way in all processes; check that policies change no result
+setup.py       set up a run in the same way in all processes
+check_model.py compare a changed model.py with and without the techniques of a run
 resume.py      continue a run from a snapshot
 snapshot.py    read and write snapshots; keep the files of different runs apart
 pretrained.py  load trained weights, from a snapshot or from a GPT-2 of transformers

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from io import TextIOWrapper
+from itertools import accumulate
 
 # The time of a run is measured from here, so it includes `import torch`, which takes 1 to 2 s.
 PROCESS_START = time.perf_counter()
@@ -62,6 +63,13 @@ def set_stdout_errors() -> None:
 
 
 if IS_MAIN_PROGRAM:
+    # A standard stream that was closed before the start is None in Python. Replace it by the null
+    # device. Otherwise the next file that is opened, for example a snapshot, gets the number of the
+    # stream, and with it everything that C code prints.
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number
+            setattr(sys, name, open(number, "w" if number else "r"))
     # A shell may start a background process with SIGINT ignored. Then SIGINT stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, handle_sigint)
@@ -69,7 +77,9 @@ if IS_MAIN_PROGRAM:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     set_stdout_errors()
 
-from types import FrameType  # noqa: E402  # (imported after `handle_sigint` is installed)
+# (Imported after `handle_sigint` is installed.)
+from collections.abc import Sequence  # noqa: E402
+from types import FrameType  # noqa: E402
 
 PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
@@ -122,8 +132,8 @@ def torchrun_lives() -> bool:
 
 
 def read_or_empty(path: str) -> str:
-    """Return the text of a file in /proc; "" if the process has ended or belongs to another
-    user."""
+    """Return the text of a file of the kernel; "" if it cannot be read: there is no such file, or
+    its process has ended or belongs to another user."""
     try:
         with open(path, errors="replace") as file:
             return file.read()
@@ -141,6 +151,44 @@ if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process
 SPIN_COUNT = "10000"
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+
+
+def read_control_groups(controller: str, names: Sequence[str], root: str = "/") -> list[list[str]]:
+    """Return the texts of the files `names` of this process's control group, and of each group
+    above it, whose limits apply, too. The text of a missing file is "".
+
+    `controller`: "cpu" or "memory". `root`: folder with the folders proc and sys. A line of
+    /proc/self/cgroup is "0::/GROUP" (version 2), or "NUMBER:CONTROLLERS:/GROUP" (version 1, which
+    has a tree of folders for each set of controllers). Source: man 7 cgroups.
+    """
+    return [
+        [read_or_empty(f"{root}/sys/fs/cgroup/{tree}{folder}/{name}") for name in names]
+        for line in read_or_empty(f"{root}/proc/self/cgroup").splitlines()
+        for tree, group in [line.split(":", 2)[1:]]
+        if tree == "" or controller in tree.split(",")
+        for folder in accumulate(group.rstrip("/").split("/"), "{}/{}".format)
+    ]
+
+
+def cpu_quota(root: str = "/") -> float:
+    """Return the number of cores whose time this process may use; infinity if it is not limited.
+
+    A container may have a quota: 150 ms of CPU time in each period of 100 ms are 1.5 cores.
+    """
+    quotas = [
+        words
+        for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"])  # versions 2 and 1
+        for texts in read_control_groups("cpu", names, root)
+        if len(words := " ".join(texts).split()) == 2
+    ]
+    # ("max" and -1 stand for no quota.)
+    return min((int(a) / int(b) for a, b in quotas if a.isdigit()), default=float("inf"))
+
+
+# OpenMP starts as many threads as there are cores. With a quota, the kernel would stop all of them
+# for the rest of a period as soon as they have used it up.
+if cpu_quota() < (os.cpu_count() or 1):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cpu_quota()))))
 
 # Environment variables that configure PyTorch's GPU allocator: the present name, then two older
 # names. With `expandable_segments` the allocator's memory segments can grow. This leaves fewer gaps

@@ -169,7 +169,8 @@ class PeakMemoryClock(StepClock):
     prediction.
 
     On a GPU the peak comes from torch's allocator, on a CPU from LiveStorages. On other devices
-    nothing is measured.
+    nothing is measured. (On a GPU the peaks in later log lines are those since step MEASURED_STEP,
+    too, because the allocator has one peak.)
     """
 
     def __init__(
@@ -211,9 +212,13 @@ class PeakMemoryClock(StepClock):
     def end_step(self) -> None:
         super().end_step()
         self.looking.close()
+        device = self.process.device
+        if self.steps == MEASURED_STEP - 1 and self.predicted and device.type == "cuda":
+            # The allocator's peak is that since the process started, or since this call.
+            torch.cuda.reset_peak_memory_stats(device)
         if self.steps != MEASURED_STEP or not self.predicted:
             return
-        peak, device = self.storages.peak, self.process.device
+        peak = self.storages.peak
         if device.type == "cuda":
             # Use the bytes that tensors requested. The allocated bytes are some percent more,
             # because the allocator rounds up the size of each tensor.

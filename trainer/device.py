@@ -5,20 +5,31 @@ import os
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from model import MiniGPT
 
+from .bootstrap import read_control_groups, read_or_empty
 from .flags import UsageError
 from .metrics import format_bytes
 
 GIB = 2**30
-# First part of the paths of a container's memory files: memory.max, memory.current and memory.stat
-# (control group, version 2). A container may have less memory than the machine.
-CGROUP_MEMORY_PREFIX = "/sys/fs/cgroup/memory."
+# Kernels for attention while text is generated: all but cuDNN's. cuDNN makes a new graph for each
+# number of keys, and this number grows by one with each token (estimate: 20 to 40 ms per graph).
+GENERATION_KERNELS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+# Name of the cached files in the statistics of a control group; its files: limit of memory, use of
+# memory, statistics. Version 2, then version 1.
+CGROUP_MEMORY_NAMES = (
+    ("inactive_file", "memory.max", "memory.current", "memory.stat"),
+    ("total_inactive_file", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
+)
 
 
 def is_available(kind: str) -> bool:
@@ -138,6 +149,19 @@ def compile_blocks(model: MiniGPT) -> None:
     model.head_loss = partial(cast(Any, model.head_loss), compiled=True)
 
 
+def check_compiler(device: torch.device) -> None:
+    """Compile a small function. Raises UsageError if torch.compile does not work on this machine:
+    it needs a C++ compiler or Triton, and a folder for its results."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
+    except (RuntimeError, OSError) as error:
+        raise UsageError(
+            f"--compile: torch.compile fails here: {str(error).splitlines()[0]}; it needs a C++ "
+            "compiler (on a GPU: Triton) and a cache folder (TORCHINDUCTOR_CACHE_DIR) whose path "
+            "has no blank; or: --no-compile"
+        ) from None
+
+
 def is_compiled(model: MiniGPT) -> bool:
     """Return True if any block of the model is compiled."""
     return any(block._compiled_call_impl is not None for block in model.blocks)
@@ -146,36 +170,53 @@ def is_compiled(model: MiniGPT) -> bool:
 # ---- memory
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Return the free memory of the device in bytes; None if unknown."""
+def free_memory(device: torch.device, root: str = "/") -> int | None:
+    """Return the free memory of the device in bytes; None if unknown. `root`: folder with the
+    folders proc and sys."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     # Outside Linux the free memory is not known. So use its upper limit, the machine's memory.
-    free = meminfo_bytes("MemAvailable:") or machine_memory()
-    limit, used = (
-        read_number(f"{CGROUP_MEMORY_PREFIX}max"),
-        read_number(f"{CGROUP_MEMORY_PREFIX}current"),
-    )
-    if free and limit is not None and used is not None:
-        # Count cached files as free memory, because the kernel drops them when memory is needed.
-        free = min(
-            free, limit - used + (read_number(f"{CGROUP_MEMORY_PREFIX}stat", "inactive_file") or 0)
-        )
-    return free
+    free = proc_bytes(f"{root}/proc/meminfo", "MemAvailable:") or machine_memory()
+    left = [
+        limit - used + cached_files
+        for limit, used, cached_files in memory_limits(root)
+        if limit is not None and used is not None
+    ]
+    return free and max(0, min([free, *left]))
 
 
-def total_memory(device: torch.device) -> int | None:
+def total_memory(device: torch.device, root: str = "/") -> int | None:
     """Return the total memory of the device in bytes; None if unknown. For a CPU this is the memory
-    of the machine, or of the container if that is less."""
+    of the machine, or the tightest of the limits of this process. `root`: as above."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     # Count swap space as memory: it is slow, but a run can use it.
-    built_in = meminfo_bytes("MemTotal:", "SwapTotal:") or machine_memory()
-    return min(filter(None, (built_in, read_number(f"{CGROUP_MEMORY_PREFIX}max"))), default=None)
+    limits = [
+        proc_bytes(f"{root}/proc/meminfo", "MemTotal:", "SwapTotal:") or machine_memory(),
+        *(limit for limit, *_ in memory_limits(root)),
+    ]
+    return min(filter(None, limits), default=None)
+
+
+def memory_limits(root: str) -> list[tuple[int | None, int | None, int]]:
+    """Return the limits of this process's CPU memory: (limit, used memory, used for cached files),
+    in bytes. None: no limit, or not known.
+
+    There are limits of control groups, as for a container or a job of a cluster, and a limit of the
+    address space (`ulimit -v`). Cached files do not count, because the kernel drops them when
+    memory is needed.
+    """
+    groups = [
+        (find_number(limit), find_number(used), find_number(statistics, cached_name) or 0)
+        for cached_name, *names in CGROUP_MEMORY_NAMES
+        for limit, used, statistics in read_control_groups("memory", names, root)
+    ]
+    address_space = find_number(read_or_empty(f"{root}/proc/self/limits"), "space")
+    return [*groups, (address_space, proc_bytes(f"{root}/proc/self/status", "VmSize:"), 0)]
 
 
 @dataclass(frozen=True)
@@ -261,17 +302,17 @@ def machine_memory() -> int | None:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def meminfo_bytes(*names: str) -> int:
-    """Return the sum of the numbers after `names` in /proc/meminfo, in bytes. A missing number
+def proc_bytes(file: str, *names: str) -> int:
+    """Return the sum of the numbers after `names` in a file of /proc, in bytes. A missing number
     counts as 0."""
-    return 1024 * sum(read_number("/proc/meminfo", name) or 0 for name in names)
+    return 1024 * sum(find_number(read_or_empty(file), name) or 0 for name in names)
 
 
-def read_number(file: str, name: str = "") -> int | None:
-    """Return the number after the word `name` in a file; without `name`, the first word as a
-    number. Return None if there is no such number, for example if the word is "max"."""
+def find_number(text: str, name: str = "") -> int | None:
+    """Return the number after the word `name`; without `name`, the first word as a number. Return
+    None if there is no such number, for example if the word is "max"."""
+    words = text.split()
     try:
-        words = Path(file).read_text().split()
         return int(words[words.index(name) + 1 if name else 0])
-    except (OSError, ValueError, IndexError):
+    except (ValueError, IndexError):
         return None

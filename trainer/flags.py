@@ -295,11 +295,13 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     add = parser.add_argument_group("data").add_argument
     add("--train-data", nargs="+", metavar="PATH",
         help="files, folders or globs of the training data. A file is text, .jsonl with a string "
-        "\"text\" in each line, or tokens (.bin, .npy) (default: Python's own standard library)")
+        "\"text\" in each line (see --text-key), or tokens (.bin, .npy) (default: Python's own "
+        "standard library)")
     add("--val-data", nargs="+", metavar="PATH",
         help="validation data (default: split off by --val-ratio)")
     add("--val-ratio", type=number_in_range(float, 0, 1, open=True), default=0.1, metavar="SHARE",
         help="share of the data to validate on (default: %(default)s)")
+    add("--text-key", metavar="NAME", help="key of the text in a line of .jsonl (default: text)")
     add("--tokenizer-name", metavar="NAME",
         help="tokenizer: bpe (trained on your data), byte, gpt2, any other tiktoken name, "
         "FILE.tiktoken (default: bpe for the built-in corpus, gpt2 for your own data)")

@@ -82,7 +82,6 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
     text = "".join(json.dumps(r) + "\n" for r in kept)
     with writing_atomically(path, len(text)) as temporary:
         temporary.write_text(text, encoding="utf-8")
-    file = open(path, "a", encoding="utf-8", buffering=1)
 
     def write(record: LogRecord) -> None:
         # JSON has no NaN and no infinity. Write null instead, which every JSON reader accepts.
@@ -93,7 +92,8 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
         resume_note.clear()
         line = json.dumps(finite) + "\n"
         try:
-            file.write(line)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line)
         except OSError as error:
             raise SaveError(describe_save_error(path, error, len(line))) from None
 

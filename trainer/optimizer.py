@@ -140,15 +140,15 @@ class LeanOptimizer(torch.optim.Optimizer):
         """Update one parameter with AdamW, UPDATE_CHUNK_ELEMENTS elements at a time."""
         state = self.state[parameter]
         tensors = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
-        columns = [
-            local_tensor(t).reshape(-1).split(UPDATE_CHUNK_ELEMENTS)
-            for t in tensors
-            if t is not None
-        ]
+        local = [local_tensor(tensor) for tensor in tensors if tensor is not None]
+        flat = [tensor.reshape(-1) for tensor in local]
         step = state["step"].clone()
         # Each call of the kernel adds 1 to the step count. So reset the count before each piece.
-        for pieces in zip(*columns, strict=True):
+        for pieces in zip(*(row.split(UPDATE_CHUNK_ELEMENTS) for row in flat), strict=True):
             self.adamw_piece(pieces, state["step"].copy_(step), group)
+        for tensor, row in zip(local, flat, strict=True):
+            if not tensor.is_contiguous():  # `reshape` has copied it
+                tensor.copy_(row.view_as(tensor))
 
     def adamw_piece(self, pieces: tuple[Tensor, ...], step: Tensor, group: dict[str, Any]) -> None:
         """Run torch's AdamW kernel on float32 copies of 1-D pieces: weight, gradient, two moments.
@@ -355,17 +355,15 @@ def restore_optimizer(
     param_ids = [group["params"] for group in saved["param_groups"]]
     if param_ids != [group["params"] for group in optimizer.state_dict()["param_groups"]]:
         raise ValueError("other groups of parameters")
-    if not saved["state"]:  # all updates so far were skipped, so there are no moments
-        return
     parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     for param_id, (parameter, group) in zip(sum(param_ids, []), parameters, strict=True):
+        if param_id not in saved["state"]:  # the parameter never got a gradient, so has no moments
+            continue
         entry, state = saved["state"][param_id], initial_param_state(parameter, group, dtype)
-        for name, moment in state.items():
-            if name == "step":
-                moment.copy_(entry[name].reshape(()))
-                continue
-            if entry[name].shape != parameter.shape or not entry[name].is_floating_point():
+        for name, tensor in state.items():
+            whole = entry[name]
+            if whole.shape != tensor.shape or not whole.is_floating_point():
                 raise ValueError(f"{name} of another shape or kind")
             # Copy: `shard_like` may return a view, which would keep the full tensor alive.
-            moment.copy_(shard_like(entry[name], parameter))
+            tensor.copy_(shard_like(whole, tensor) if is_sharded(tensor) else whole)
         optimizer.state[parameter] = state

@@ -10,10 +10,11 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +22,14 @@ import torch
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from planner import Card, Planner, StepMemory
-from planner.cards import CARDS, THIS_MACHINE, choose_card, device_type
-from planner.choose import nested_checkpoint_policies, pick_fastest_fitting_step
-from planner.formulas import count_parameters, recomputed_flops_key, state_bytes
-from planner.shards import state_bytes_per_rank
+from planner.cards import CARDS, THIS_MACHINE, choose_card
+from planner.choose import (
+    nested_checkpoint_policies,
+    pareto_frontier,
+    pick_fastest_fitting_step,
+    simulate_policies_fastest_first,
+)
+from planner.formulas import recomputed_flops_key
 
 from .bootstrap import PROJECT_FOLDER
 from .device import (
@@ -39,6 +44,7 @@ from .device import (
 )
 from .flags import (
     AUTO,
+    SHAPE_BY_MODEL,
     UsageError,
     model_config,
     recompute_plan_of,
@@ -53,10 +59,6 @@ from .process import OneProcess
 Args = argparse.Namespace
 OFFLOAD_POLICY = "full+offload"
 POLICY_FLAG = "use_activation_checkpoint"
-ADVICE_CHANGING_TRAINING = (
-    "what changes the training: a smaller --batch-size, a shorter --seq-len, --moments-dtype "
-    "bfloat16, --optimizer muon, a smaller model (--d-model, --n-layers, --vocab-size)"
-)
 # After memory ran out, torchrun may start the run again. Then the new policy should have a
 # predicted peak of at most this share of the failed policy's predicted peak. A restart takes long,
 # so the first policy after a restart should already fit.
@@ -86,22 +88,39 @@ class FlagChange(NamedTuple):
 
 
 def describe_suggested_change(
-    args: Args, device_type: str, policy: str, smaller_step: StepMemory | None
+    args: Args,
+    device_type: str,
+    policy: str,
+    smaller_policy: str = "",
+    in_evaluation: bool = False,
 ) -> str:
     """Return the first change that could help after memory ran out, as text "FLAGS (COST)".
 
     `policy`: the recompute policy in use, which may need less memory than the policy in `args`.
-    `smaller_step`: a step whose policy is predicted to need less memory than `policy`; None: there
-    is no such policy. If no change keeps the training the same, the text is
-    ADVICE_CHANGING_TRAINING.
+    `smaller_policy`: a policy that is predicted to need less memory than `policy`; "": there is no
+    such policy. `in_evaluation`: memory ran out without a backward, so no policy can help. If no
+    change keeps the training the same, the text names flags that change it.
     """
     in_use = {POLICY_FLAG: policy} if policy != args.use_activation_checkpoint else {}
     first, *others = changes_with_same_training(with_flags(args, **in_use), device_type)
-    if smaller_step is not None and not first.flags:
-        first = FlagChange({POLICY_FLAG: smaller_step.config.recompute}, COST_OF_RECOMPUTE)
-    change = next((change for change in (first, *others) if change.flags), None)
+    if smaller_policy and not first.flags:
+        first = FlagChange({POLICY_FLAG: smaller_policy}, COST_OF_RECOMPUTE)
+    changes = (
+        change
+        for change in (first, *others)
+        if change.flags and not (in_evaluation and POLICY_FLAG in change.flags)
+    )
+    change = next(changes, None)
     if change is None:
-        return ADVICE_CHANGING_TRAINING
+        ways = {
+            "a smaller --batch-size": args.batch_size > 1,
+            "a shorter --seq-len": args.seq_len > 1,
+            "--moments-dtype bfloat16": args.moments_dtype != "bfloat16",
+            "--optimizer muon": args.optimizer != "muon",
+            "a smaller model (--n-layers, --d-model)": True,
+        }
+        helping = (way for way, is_open in ways.items() if is_open)
+        return f"what changes the training: {', '.join(helping)}"
     return f"{' '.join(to_argv(in_use | change.flags))} ({change.cost_in_words})"
 
 
@@ -137,6 +156,34 @@ def changes_with_same_training(args: Args, device_type: str) -> Iterator[FlagCha
         for batch in [{}, *batches]:
             cost = f"{COST_OF_SMALLER_BATCH}, {COST_OF_OFFLOAD}" if batch else COST_OF_OFFLOAD
             yield FlagChange(chunked_loss | {POLICY_FLAG: OFFLOAD_POLICY} | batch, cost)
+
+
+def changes_of_training(args: Args) -> Iterator[list[FlagChange]]:
+    """Yield lists of changes that change the training. The changes of a list are alternatives, the
+    smallest change first.
+
+    A change never repeats the value that a flag has. `cost_in_words` is the text for the user.
+    """
+
+    def alternatives(*flags: dict[str, Any]) -> list[FlagChange]:
+        new = [change for change in flags if all(vars(args)[n] != v for n, v in change.items())]
+        return [FlagChange(change, " ".join(to_argv(change))) for change in new]
+
+    yield alternatives(*({"batch_size": b["batch_size"]} for b in smaller_batch_flags(args)))
+    yield alternatives(*({"seq_len": args.seq_len // n} for n in (2, 4, 8) if args.seq_len >= n))
+    optimizer = {"moments_dtype": "bfloat16"}, {"optimizer": "muon"}
+    yield alternatives(*optimizer, optimizer[0] | optimizer[1])
+    shape = SHAPE_BY_MODEL.get(args.model, {})
+    if shape and all(vars(args)[name] == value for name, value in shape.items()):
+        smaller = [*SHAPE_BY_MODEL][: [*SHAPE_BY_MODEL].index(args.model)]
+        yield [
+            FlagChange(
+                SHAPE_BY_MODEL[name]
+                | ({} if "d_ff" in args.typed else {"d_ff": 4 * SHAPE_BY_MODEL[name]["d_model"]}),
+                f"--model {name}",
+            )
+            for name in reversed(smaller)
+        ]
 
 
 # ---- the request
@@ -223,10 +270,8 @@ class PlanRequest:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of weights, gradients and moments in one process, computed with a formula."""
-        args, moments = self.args, getattr(torch, self.args.moments_dtype)
-        unsharded = state_bytes(self.config, args.optimizer, moments)
-        return state_bytes_per_rank(unsharded, self.config, self.shard_degree)
+        """Bytes that every step takes in one process: see `Planner.state_bytes`."""
+        return self.planner.state_bytes
 
     @property
     def predicted_step(self) -> StepMemory:
@@ -318,14 +363,44 @@ class PlanRequest:
                 )
         return ""
 
+    def fitting_change(self, change: FlagChange) -> FlagChange | None:
+        """Return `change` with the fastest policy with which it fits, without flags that have their
+        value already. Return None if it does not fit."""
+        step = self.with_args(with_flags(self.args, **change.flags)).step_with_fitting_policy()
+        if step is None:
+            return None
+        flags = {POLICY_FLAG: ""} | change.flags | {POLICY_FLAG: step.config.recompute}
+        new = {name: value for name, value in flags.items() if value != vars(self.args)[name]}
+        return change._replace(flags=new)
+
+    @property
+    def shards_needed(self) -> int | None:
+        """Smallest number of GPUs with which train_fsdp.py fits. None: more than 64, or several
+        processes share the device. (A number is tried only if the state fits by the formula.)"""
+        policy = {POLICY_FLAG: "full", "gather_dtype": "float32"}
+        more = range(self.shard_degree + 1, 65 if self.device.type == "cuda" else 1)
+        plans = (
+            replace(self, args=with_flags(self.args, **policy), ddp=False, shard_degree=n)
+            for n in more
+            if self.sp_degree == 1
+        )
+        whole = replace(self, ddp=False, shard_degree=1).planner
+        possible = islice(
+            (p for p in plans if whole.shard_state_bytes(p.shard_degree) < self.usable_bytes), 4
+        )
+        return next((plan.shard_degree for plan in possible if plan.fits), None)
+
     def advice_and_change(self) -> tuple[str, FlagChange | None]:
         """Return the cheapest change that makes a step fit and keeps the training the same.
 
         The result is (text for the user, change). The change has the fastest policy that fits with
-        its other flags. If no such change exists, the change is None, and the text says which other
-        changes to try.
+        its other flags. If no such change exists, the change is None, and the text names changes of
+        the training. Each change in the text fits by simulation.
         """
-        reason = ""
+        same = changes_with_same_training(self.args, self.device.type)
+        if change := next(filter(None, map(self.fitting_change, same)), None):
+            return f"{change.flags_as_text} fits ({change.cost_in_words})", change
+        reason, ways = "", []
         if self.state_bytes >= self.usable_bytes:
             each = f" in each of {self.shard_degree} processes" if self.shard_degree > 1 else ""
             advice = " (train_fsdp.py deals them out)" * (self.ddp and self.processes > 1)
@@ -335,14 +410,14 @@ class PlanRequest:
                 f"{format_bytes(self.usable_bytes)} "
                 f"that tensors may take{advice}: "
             )
-        for change in [] if reason else changes_with_same_training(self.args, self.device.type):
-            step = self.with_args(with_flags(self.args, **change.flags)).step_with_fitting_policy()
-            if step is None:
-                continue
-            flags = {POLICY_FLAG: step.config.recompute} | change.flags
-            fitting = FlagChange(flags, change.cost_in_words)
-            return f"{fitting.flags_as_text} fits ({fitting.cost_in_words})", fitting
-        return f"{reason}try {ADVICE_CHANGING_TRAINING}", None
+        for alternatives in changes_of_training(self.args):
+            if change := next(filter(None, map(self.fitting_change, alternatives)), None):
+                policy = change.flags.get(POLICY_FLAG)
+                ways.append(change.cost_in_words + f" with {policy}" * bool(policy))
+        if n := self.shards_needed:
+            ways.append(f"{n} of this card with train_fsdp.py")
+        words = ", or ".join(ways or ["a smaller model (--n-layers, --d-model)"])
+        return f"{reason}try what changes the training: {words}", None
 
     @property
     def replicas(self) -> int:
@@ -356,13 +431,7 @@ class PlanRequest:
         result does not include the time to gather shards.
         """
         assert self.card
-        micro_batch, micro_batches = step.seconds(self.card), self.args.grad_accum_steps
-        # Clipping reads the gradients twice and writes them once. AdamW reads weights, gradients
-        # and two moments, and writes weights and moments. Clipping and AdamW together move 4 bytes
-        # per parameter ten times.
-        bytes_moved = 40 * count_parameters(step.config) / self.shard_degree
-        update = bytes_moved / (self.card.bandwidth_efficiency * self.card.bytes_per_s)
-        return micro_batches * micro_batch - (micro_batches - 1) * min(update, micro_batch)
+        return step.seconds(self.card, self.args.grad_accum_steps)
 
     def tokens_per_s(self, step: StepMemory) -> float:
         """Return the predicted tokens per second of all processes together."""
@@ -395,7 +464,7 @@ def make_request(
     native: bool | None = None  # True: the hardware has bfloat16; None: ask the device
     if args.card not in (None, THIS_MACHINE):
         named_card = CARDS[args.card]
-        kind, budget = device_type(named_card), budget or named_card.memory
+        kind, budget = named_card.device_type, budget or named_card.memory
         if args.device not in ("auto", kind):
             raise UsageError(f"--device {args.device}: {args.card} is {kind}; leave --device out")
         # False for GPUs before Ampere, which multiply float16 faster than bfloat16.
@@ -442,16 +511,18 @@ def vocab_size_of(args: argparse.Namespace) -> int:
 # ---- the plan of a run
 
 
+PolicyPeak = tuple[str, int]  # a recompute policy, and its predicted peak in bytes
+
+
 class MemoryPlan(NamedTuple):
-    """Policy and predicted memory of a run, and a function that finds a policy with a smaller
-    peak."""
+    """Policy and predicted memory of a run, and the policies that it may need later."""
 
     config: MiniGPTConfig  # config of the model; `auto` is replaced by the chosen policy
     words: str  # text for the user
     # Peak bytes of the planned step, and of a step without recompute; None: the prediction failed.
     planned_and_plain_peaks: tuple[int, int] | None
-    # The function `step_with_deeper_recompute` below, for this run's request.
-    predict_step_with_less_memory: Callable[..., StepMemory | None]
+    # The result of `deeper_policies` for the policy of `config`; []: the prediction failed.
+    policies: Iterable[PolicyPeak]
 
 
 class PredictedOutOfMemory(MemoryError):
@@ -467,15 +538,12 @@ def plan_memory(
     process: OneProcess,
     config: MiniGPTConfig,
     precision: torch.dtype,
-    held: int = 0,
 ) -> MemoryPlan:
     """Choose the policy of `auto`, and predict the memory that a step will need.
 
     Args:
         config: the config of the model. With --use-activation-checkpoint auto its policy is `full`.
         precision: the dtype of the model's matmuls.
-        held: bytes of CPU memory that a loaded snapshot takes now. These bytes count as free,
-            because the snapshot is freed before the first step.
     Raises:
         UsageError: with `auto`, if no policy fits.
         PredictedOutOfMemory: the step needs more than the device has in total.
@@ -486,7 +554,7 @@ def plan_memory(
         process.run_on_rank0_only(lambda: choose_card(args, process.device))
     )[0]
     n, local_world_size = process.processes_on_device, process.local_world_size
-    budget = budget_on(process.device, args.memory_budget, n, held, local_world_size)
+    budget = budget_on(process.device, args.memory_budget, n, here=local_world_size)
     if not process.has_own_recompute_policy:
         budget = min(process.all_gather_object(budget), key=lambda budget: budget.limit_bytes or 0)
     n, shards, ddp = process.world_size, process.shard_degree, process.gradients_persist
@@ -500,17 +568,17 @@ def plan_memory(
         else process.all_gather_object(process.run_on_rank0_only(plan_locally))[0]
     )
     assert plan
-    config, words, peaks = plan
-    policies = process.all_gather_object(config.recompute)
-    if len(set(policies)) > 1:
-        words += f"\nmemory   each process has a policy of its own, by rank: {', '.join(policies)}"
-    return MemoryPlan(config, words, peaks, partial(step_with_deeper_recompute, request))
+    policies = process.all_gather_object(plan.config.recompute)
+    if len(set(policies)) == 1:
+        return plan
+    words = f"\nmemory   each process has a policy of its own, by rank: {', '.join(policies)}"
+    return plan._replace(words=plan.words + words)
 
 
 def plan_on_this_rank(
     request: PlanRequest, process: OneProcess, config: MiniGPTConfig
-) -> tuple[MiniGPTConfig, str, tuple[int, int] | None]:
-    """Return this process's part of `plan_memory`: config, text for the user, and peaks in bytes.
+) -> MemoryPlan:
+    """Return the result of `plan_memory` for this process, without a comparison of the processes.
 
     If each process chooses its own policy (`auto`), each process runs this function. Otherwise rank
     0 runs it for all processes.
@@ -526,9 +594,10 @@ def plan_on_this_rank(
             words += f"{advice}\nmemory   "
     if failed := process.last_failed_policy():
         config = config_after_out_of_memory(request, config, failed)
-        words += f"memory ran out with {failed}; it goes on with {config.recompute}\nmemory   "
-    prediction, peaks = predict_and_describe_peaks(request, process, config)
-    return config, words + prediction, peaks
+        now = "the same, the smallest known" if config.recompute == failed else config.recompute
+        words += f"memory ran out with {failed}; it goes on with {now}\nmemory   "
+    prediction, peaks, policies = predict_and_describe_peaks(request, process, config)
+    return MemoryPlan(config, words + prediction, peaks, policies)
 
 
 def config_after_out_of_memory(
@@ -536,39 +605,51 @@ def config_after_out_of_memory(
 ) -> MiniGPTConfig:
     """Return the config for a run that torchrun has started again, after memory ran out with the
     policy `failed`. If no policy needs less memory, or planning fails, keep `failed`."""
-    policy, step = failed, partial(request.planner.step, request.args.batch_size)
+    policy = failed
     with suppress(Exception):
-        if smaller := step_with_deeper_recompute(
-            request, failed, share=RESTART_SHARE_OF_FAILED_PEAK
-        ):
-            policy = smaller.config.recompute
+        policies, share = deeper_policies(request, failed), RESTART_SHARE_OF_FAILED_PEAK
+        names = [name for name, _ in policies_to_try(policies, request.device.type, share=share)]
         # `auto` may have chosen a policy that needs even less memory: the policy of `config`.
-        policy = min(policy, config.recompute, key=lambda name: step(recompute=name).peak)
+        policy = config.recompute if config.recompute in names else names[0]
     return replace(config, recompute=policy)
 
 
-def step_with_deeper_recompute(
-    request: PlanRequest, policy: str, seen: int | None = None, share: float = 1.0
-) -> StepMemory | None:
-    """Return a step whose policy is predicted to need less memory than `policy`, which did not fit.
+def deeper_policies(request: PlanRequest, policy: str) -> list[PolicyPeak]:
+    """Return `policy` and all policies that a run may switch to when memory runs out.
 
-    The limit is the peak of `policy` times `share`, less the margin of a MemoryBudget. The result
-    has the fastest policy whose peak is within this limit. If no peak is within the limit, the
-    result has the policy with the smallest peak. If even the smallest peak is not smaller than the
-    peak of `policy`, the result has full+offload (only on CUDA), with which saved tensors wait in
-    CPU memory. If no policy needs less memory than `policy`, return None.
-
-    `seen`: measured peak of `policy` in bytes; None: not measured. If `seen` is smaller than the
-    predicted peak, the limit is computed from `seen`. Raises all errors of planning: fake tensors
-    may not work with the model, or memory may be too short for planning.
+    The list begins with `policy`. Each further policy needs less memory than all policies before
+    it. They are the fastest policies for their peaks, the fastest first. On CUDA full+offload comes
+    last, with which saved tensors wait in CPU memory. Raises all errors of planning: for example,
+    fake tensors may not work with the model.
     """
-    planner, batch_size, kind = request.planner, request.args.batch_size, request.device.type
-    failed = planner.step(batch_size, recompute=policy).peak
-    budget = MemoryBudget(int(share * min(failed, seen or failed)), kind).usable_bytes or 0
-    fastest = pick_fastest_fitting_step(planner, batch_size, budget, request.card).config.recompute
-    policies = [fastest] + [OFFLOAD_POLICY] * (kind == "cuda")
-    steps = (planner.step(batch_size, recompute=name) for name in policies)
-    return next((step for step in steps if step.peak < failed), None)
+    planner, batch_size = request.planner, request.args.batch_size
+    offload = [OFFLOAD_POLICY] if request.device.type == "cuda" else []
+    steps = simulate_policies_fastest_first(planner, batch_size, request.card)
+    last_resorts = nested_checkpoint_policies(request.args.n_layers) + offload
+    steps += [planner.step(batch_size, recompute=name) for name in last_resorts]
+    peak = planner.step(batch_size, recompute=policy).peak
+    smaller = [step for step in pareto_frontier(steps) if step.peak < peak]
+    return [(policy, peak), *((step.config.recompute, step.peak) for step in smaller)]
+
+
+def policies_to_try(
+    policies: Iterable[PolicyPeak], device_type: str, seen: int | None = None, share: float = 1.0
+) -> list[PolicyPeak]:
+    """Return the policies to try after the first of `policies` did not fit, in this order.
+
+    `policies`: the result of `deeper_policies`. The limit is the peak of the first policy times
+    `share`, less the margin of a MemoryBudget. The result begins with the fastest policy whose peak
+    is within this limit. If no peak is within the limit, the result begins with the policy that
+    needs the least memory. full+offload comes last in any case. If no policy needs less memory than
+    the first, the result is empty.
+
+    `seen`: measured peak of the first policy in bytes; None: not measured. If `seen` is smaller
+    than the predicted peak, the limit is computed from `seen`.
+    """
+    (_, failed), *deeper = policies
+    limit = MemoryBudget(int(share * min(failed, seen or failed)), device_type).usable_bytes or 0
+    least = min((peak for policy, peak in deeper if policy != OFFLOAD_POLICY), default=0)
+    return [(policy, peak) for policy, peak in deeper if peak <= max(limit, least)]
 
 
 def choose_fitting_step(request: PlanRequest) -> StepMemory:
@@ -594,11 +675,13 @@ def choose_fitting_step(request: PlanRequest) -> StepMemory:
 
 def predict_and_describe_peaks(
     request: PlanRequest, process: OneProcess, config: MiniGPTConfig
-) -> tuple[str, tuple[int, int] | None]:
-    """Predict the memory of a step. Return (text for the user, with warnings; predicted peaks).
+) -> tuple[str, tuple[int, int] | None, list[PolicyPeak]]:
+    """Predict the memory of a step. Return (text for the user, with warnings; predicted peaks;
+    result of `deeper_policies`).
 
     The peaks are two numbers of bytes: the peak with the policy of `config`, and the peak with
-    `none`. If the prediction fails, None replaces the two numbers. Raises PredictedOutOfMemory.
+    `none`. If the prediction fails, None replaces the two numbers, and the list is empty. Raises
+    PredictedOutOfMemory.
     """
     try:
         check_memory(request, process, request.state_bytes)  # needs no simulation
@@ -614,12 +697,13 @@ def predict_and_describe_peaks(
             limit = f"may take {format_bytes(host_bytes)}; {request.advice_and_change()[0]}"
             need = f"each process needs {format_bytes(step.host_bytes)} of CPU memory for +offload"
             words += f"\nwarning  {need}, and {limit}"
-        return words, (step.peak, plain.peak)
+        return words, (step.peak, plain.peak), deeper_policies(request, config.recompute)
     except PredictedOutOfMemory:
         raise
     except Exception as error:  # a failed prediction must not stop training
-        failure = f"{type(error).__name__} at {error_location(error)}"
-        return f"the peak could not be predicted ({failure})", None
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        failure = f"{type(cause).__name__} at {error_location(cause)}"
+        return f"the peak could not be predicted ({failure})", None, []
 
 
 def error_location(error: Exception) -> str:

@@ -80,11 +80,12 @@ class OneProcess:
         """
 
     def allocate_parameters(self, model: MiniGPT) -> None:
-        """Allocate the memory of a model on device "meta" (where tensors have only shapes).
+        """Allocate the memory of parameters on device "meta" (where tensors have only shapes).
 
-        The values of its parameters are undefined until other code fills them in.
+        Their values are undefined until other code fills them in. Other parameters keep theirs.
         """
-        model.to_empty(device=self.device)
+        device = self.device
+        model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
 
     def shard_like(self, whole: Tensor, like: Tensor) -> Tensor:
         """Return this rank's rows of the tensor `whole`, sharded like the parameter `like`.
@@ -127,7 +128,8 @@ class OneProcess:
         So the result, rounded to float32, depends neither on the order of the rows nor on sharding.
         """
         wide = torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
-        rows = [torch.linalg.vector_norm(g, dim=1) if g.dim() > 1 else g for g in gradients]
+        norms = torch.linalg.vector_norm
+        rows = [norms(g.flatten(1), dim=1) if g.dim() > 1 else g.reshape(-1) for g in gradients]
         return torch.linalg.vector_norm(torch.cat(rows).to(wide))
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
 from model import MiniGPTConfig
 
 from .bootstrap import ALLOCATOR_VARIABLES
+from .device import GENERATION_KERNELS
 from .flags import to_argv, tokens_per_step
 from .metrics import (
     format_bytes,
@@ -160,7 +162,7 @@ def generate_command(run: Run) -> str:
 
 def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     """Return the log record of the step that has just ended. Its times are means over the steps
-    since the last record.
+    since the last record. Until it is logged, it is also in `run.unlogged_record`.
 
     `losses`: this process's losses, (micro-batches,). `grad_norm`: a scalar. All processes must
     call this together.
@@ -171,7 +173,7 @@ def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, A
     # GPU's work.
     loss = process.sum_over_replicas([sum(losses.tolist())])[0] / run.global_micro_batches_per_step
     seconds = clock.end_interval()
-    return {
+    run.unlogged_record = {
         "step": run.step,
         "epoch": run.training_batches.epochs_before(run.step * run.global_micro_batches_per_step),
         "lr": run.optimizer.param_groups[0]["lr"],
@@ -187,12 +189,14 @@ def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, A
         **peak_memory_fields(process.device),
         "recompute": run.model.config.recompute,
     }
+    return run.unlogged_record
 
 
 def write_and_print_record(run: Run, record: dict[str, Any]) -> None:
     """Write the record to metrics.jsonl and to the logger, and print its log line."""
     for write in run.metric_writers:
         write(record)
+    run.unlogged_record = {}
     print_log_line(run, record)
 
 
@@ -239,7 +243,11 @@ def sample_text(run: Run) -> str:
     torch.manual_seed(run.args.seed)
     start = torch.tensor([[run.data.tokenizer.eot_id]], device=run.process.device)
     # Run eagerly, because compiled blocks would be compiled again for each length of the text.
-    with run.autocast(), torch.compiler.set_stance("force_eager"):
+    with (
+        run.autocast(),
+        torch.compiler.set_stance("force_eager"),
+        sdpa_kernel(GENERATION_KERNELS),
+    ):
         ids = run.model.generate(start, run.args.sample_tokens, temperature=0.8, top_k=40)
     return run.data.tokenizer.decode(ids[0, 1:].tolist())
 

@@ -4,7 +4,7 @@ since the save."""
 import argparse
 import os
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -21,8 +21,8 @@ FIXED_FLAGS = (
 ).split()
 # Flags that choose the data of a run.
 DATA_FLAGS = (
-    "train_data val_data val_ratio tokenizer_name vocab_size use_toy_data max_tokens".split()
-)
+    "train_data val_data val_ratio text_key tokenizer_name vocab_size use_toy_data max_tokens"
+).split()
 # Flag -> flags that it replaces. If the flag is typed now, the snapshot's values of the replaced
 # flags are dropped.
 DROPPED_IF_TYPED = {
@@ -74,24 +74,11 @@ def load_own_run(path: Path, run_id: str) -> LoadedSnapshot | None:
     return load_newest(path) if any(of_run) else None
 
 
-def explicit_flags(state: State) -> dict[str, Any]:
-    """Return the flags that were typed for the run of a snapshot, as a dict. Its keys are names
-    without dashes, e.g. `n_layers`. All other flags of that run follow from the typed flags."""
-    saved = state["args"]
-    if "typed" in state:
-        return {name: saved[name] for name in state["typed"]}
-    # An older snapshot does not record which flags were typed, so count all its flags as typed. But
-    # only one flag may set the length of a run. If the run had --num-tokens or --num-epochs, its
-    # num_steps was computed from that flag, so leave num_steps out.
-    others = [name for name in RUN_LENGTH_FLAGS[1:] if saved.get(name) is not None]
-    return {name: saved[name] for name in saved if name != "num_steps" or not others}
-
-
 def restore_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
-    """Set in `args` the flags with which the resumed run was started. Flags that are typed now keep
-    their new values.
+    """Set in `args` the flags that were typed for the resumed run. Flags that are typed now keep
+    their new values. All other flags follow from the typed flags.
 
-    Raises SnapshotError if the parser rejects a flag of the snapshot.
+    Raises SnapshotError if the parser rejects a flag of the snapshot, or reads another value.
     """
 
     def refuse(message: str) -> NoReturn:
@@ -99,13 +86,16 @@ def restore_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
         reason = message.removeprefix("argument ")
         raise SnapshotError(f"{resumed.path} is no MiniGPT snapshot (of its flags, {reason})")
 
-    restored = explicit_flags(resumed.state)
+    restored = {name: resumed.state["args"][name] for name in resumed.state["typed"]}
     for name in (*args.typed, "resume", "checkpoint_path"):
         for replaced in (name, *DROPPED_IF_TYPED.get(name, ())):
             restored.pop(replaced, None)
     parser = build_parser("", str(args.checkpoint_path))
     parser.error = refuse  # type: ignore[method-assign]
     vars(args).update(vars(parser.parse_args(to_argv(restored) + as_argv(args))))
+    for name, value in restored.items():
+        if value is None or str(getattr(args, name)) != str(value):
+            refuse(f"{flag(name)} is {value}")
 
 
 def check_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
@@ -212,7 +202,8 @@ def restore_model_and_optimizer(resumed: LoadedSnapshot, run: Run) -> None:
         for name, weight in run.model.state_dict().items():
             weight.copy_(shard_like(state["model"][name], weight))
         restore_optimizer(run.optimizer, state["optimizer"], shard_like)
-        if state["scaler"] and run.scaler.is_enabled():  # empty unless the saved run had float16
+        # (The scaler's state is empty if the saved run had another precision.)
+        if run.scaler.is_enabled() and (state["scaler"] or state["args"]["amp_dtype"] == "float16"):
             run.scaler.load_state_dict(state["scaler"])
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError):
         raise SnapshotError(f"{resumed.path} does not fit this model: is it damaged?") from None

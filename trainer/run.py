@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from data import Dataset, TrainBatches, ValBatches
 from model import MiniGPT
-from planner import StepMemory
 
 from .clocks import StepClock
 from .flags import UsageError
 from .metrics import Write, format_bytes
+from .plan import PolicyPeak, policies_to_try
 from .process import OneProcess
 from .snapshot import State, save_snapshot
 
@@ -30,6 +30,16 @@ from .snapshot import State, save_snapshot
 # sending gradients (see `retry_on_out_of_memory`). Two steps are needed, because the second step
 # needs more memory than the first, for the optimizer's state and DDP's final buckets.
 N_REHEARSAL_STEPS = 2
+# Bytes that a run allocates at its start, and frees when memory runs out. They let Python go on.
+# (No page of them is ever written, so they take address space and no memory.)
+RESERVE_BYTES = 8 * 2**20
+# Free bytes of a GPU below which a vague error of a CUDA library means a lack of memory. The
+# libraries load their kernels and make their workspaces, some ten MB each, at their first use.
+LITTLE_FREE_BYTES = 256 * 2**20
+
+
+class StoppedBySignal(Exception):
+    """Raised on all processes if a signal asked one of them to stop during an evaluation."""
 
 
 @dataclass
@@ -55,6 +65,7 @@ class Run:
     # start.
     last_save_time: float = field(default_factory=lambda: monotonic())
     save_requested: bool = False  # True: a signal asked for a save, which is not done yet
+    received_signal: int = 0  # number of the signal that asked this process to stop, 0 = none
     stop_signal: int = 0  # number of the signal that ended the run early, 0 = none
     best_val_loss: float = math.inf
     # Losses of the last 50 steps, each (A,) on the device; A = --grad-accum-steps. At its end the
@@ -63,12 +74,12 @@ class Run:
     # Time of the last log line, in seconds of `time.perf_counter`. Before the first log line: time
     # of the setup.
     last_log_time: float = field(default_factory=lambda: time.perf_counter())
-    # Log record of the step that the run resumed from, if that step has not been logged yet.
+    # Log record of a finished step that has not been logged yet; {}: none. A snapshot has it, so
+    # that a resumed run can log it.
     unlogged_record: dict[str, Any] = field(default_factory=dict)
-    # Function (policy, peak_bytes) -> predicted step with the next policy that needs less memory
-    # than `policy`; None if no policy needs less. `peak_bytes`: measured peak of `policy`; None:
-    # not measured. The function may raise any error if the memory cannot be predicted.
-    predict_step_with_less_memory: Callable[..., StepMemory | None] = lambda *_: None
+    # The recompute policy in use and, in order, the policies that the run may switch to when memory
+    # runs out: see `deeper_policies`. Empty if the memory could not be predicted.
+    policies: Iterable[PolicyPeak] = ()
     # Function that runs the blocks of model.py with the model's present policy and without
     # recompute, and raises UsageError if the results differ.
     check_techniques: Callable[[], None] = lambda: None
@@ -77,6 +88,7 @@ class Run:
     policies_out_of_memory: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.reserve = bytes(RESERVE_BYTES)
         # The module that the loop calls: the model or, with DDP, its wrapper.
         self.wrapped_model: nn.Module = self.model
         device, float16 = self.process.device.type, self.precision == torch.float16
@@ -107,6 +119,20 @@ class Run:
         dtype = self.precision if enabled else None  # autocast does not accept float32
         device_type = self.process.device.type
         return torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=False)
+
+    def evaluation_rounds(self) -> Iterator[int]:
+        """Yield the number of the first batch of each round of an evaluation. In a round each
+        replica evaluates one batch.
+
+        An evaluation may take longer than the 30 s after which torchrun kills its processes. So
+        before each round all processes learn whether one of them received a signal to stop. Then
+        all raise StoppedBySignal in the same round, because a sharded model needs all processes.
+        """
+        for first in range(0, len(self.val_batches), self.process.replicas):
+            (self.stop_signal,) = self.process.all_reduce_max([self.received_signal])
+            if self.stop_signal:
+                raise StoppedBySignal
+            yield first
 
 
 def save(run: Run, path: Path, record: dict[str, Any]) -> None:
@@ -189,63 +215,70 @@ def accumulate_until_it_fits(run: Run, accumulate: Callable[[Run], list[Tensor]]
 def free_and_switch_policy(run: Run, message: str) -> None:
     """Free the memory of the failed attempt, and switch to a policy that needs less memory.
 
-    `message`: text of the out-of-memory error. If no policy needs less memory, raises MemoryError
-    with this text.
+    `message`: text of the out-of-memory error. Raises MemoryError with this text if no policy needs
+    less memory. Memory may run out in this function, too. So all policies were planned at the
+    start, the reserve is freed first, and every error in this function ends the run in the same
+    way.
     """
-    process, device, policy = run.process, run.process.device, run.model.config.recompute
-    run.clock.discard_measured_memory()
-    process.free_or_zero_gradients(run.optimizer)
-    # A backward that failed leaves tasks in autograd's queue, and the tasks keep the graph alive
-    # (pytorch#82218). The next backward clears the queue. So run a tiny backward here.
-    torch.zeros((), device=device, requires_grad=True).backward()
-    seen = None
-    if device.type == "cuda":
-        # With offload, another stream may still be copying tensors that are already freed. The
-        # allocator waits only for the compute stream before it unmaps their memory. So wait for all
-        # streams here.
-        torch.cuda.synchronize(device)
-        seen = torch.cuda.max_memory_allocated(device)
-        # Measure the peak of the next policy from here on.
-        torch.cuda.reset_peak_memory_stats(device)
-        # Return the allocator's cached segments to the GPU, because tensors of the failed attempt
-        # have split them into small pieces. The next attempt then gets whole segments.
-        torch.cuda.empty_cache()
-    with run.clock.paused("plan"):
-        step = switch_policy_and_predict_step(run, seen)
-    if step is None:
-        # This error ends all processes. If torchrun then starts them again, they read this policy,
-        # and look for a policy that needs less memory.
-        process.remember_failed_policy(policy)
-        raise MemoryError(message)
-    run.clock.expect_peak(step.peak)
-    taken = run.snapshot_metadata["config"]["recompute"] = step.config.recompute
-    run.policies_out_of_memory.append(policy)
-    same = "" if run.args.compile or run.args.mlp_chunks != 1 else ": same results"
-    process.print_rank(
-        f"warning  step {run.step}: out of memory with recompute {policy}; again, and from now on, "
-        f"with {taken} ({format_bytes(step.peak)} predicted){same}"
-    )
-
-
-def switch_policy_and_predict_step(run: Run, seen: int | None) -> StepMemory | None:
-    """Find the next policy that needs less memory, and set it in the model's config. Return the
-    predicted step with this policy.
-
-    `seen`: measured peak bytes of the failed policy on the GPU; None: not measured. Returns None if
-    no policy needs less memory, or if planning fails. (Planning may run out of memory, too.)
-    """
-    config, policy = run.model.config, run.model.config.recompute
+    process, device, config = run.process, run.process.device, run.model.config
+    run.reserve, seen = b"", None
     with suppress(Exception):
-        while step := run.predict_step_with_less_memory(policy, seen):
-            policy, seen = step.config.recompute, None
-            run.model.config = replace(config, recompute=policy)
-            # If a user changed model.py, some policies may give wrong results. For such a policy
-            # `check_techniques` raises UsageError. Then try the next policy.
-            with suppress(UsageError):
-                run.check_techniques()
-                return step
+        run.clock.discard_measured_memory()
+        process.free_or_zero_gradients(run.optimizer)
+        # A backward that failed leaves tasks in autograd's queue, and the tasks keep the graph
+        # alive (pytorch#82218). The next backward clears the queue. So run a tiny backward here.
+        torch.zeros((), device=device, requires_grad=True).backward()
+        if device.type == "cuda":
+            # With offload, another stream may still be copying tensors that are already freed. The
+            # allocator waits only for the compute stream before it unmaps their memory. So wait for
+            # all streams here.
+            torch.cuda.synchronize(device)
+            seen = torch.cuda.max_memory_allocated(device)
+            # Measure the peak of the next policy from here on.
+            torch.cuda.reset_peak_memory_stats(device)
+            # Return the allocator's cached segments to the GPU, because tensors of the failed
+            # attempt have split them into small pieces. The next attempt then gets whole segments.
+            torch.cuda.empty_cache()
+        with run.clock.paused("plan"):
+            return switch_policy(run, policies_to_try(run.policies, device.type, seen))
     run.model.config = config
-    return None
+    # This error ends all processes. If torchrun then starts them again, they read this policy, and
+    # look for a policy that needs less memory.
+    with suppress(Exception):
+        process.remember_failed_policy(config.recompute)
+    raise MemoryError(message)
+
+
+def switch_policy(run: Run, policies: Sequence[PolicyPeak]) -> None:
+    """Switch to the first of `policies` that gives the right results, and print it. Raises
+    LookupError if there is none."""
+    config = run.model.config
+    for i, (taken, peak) in enumerate(policies):
+        run.model.config = replace(config, recompute=taken)
+        # If a user changed model.py, some policies may give wrong results. For such a policy
+        # `check_techniques` raises UsageError. Then try the next policy.
+        with suppress(UsageError):
+            run.check_techniques()
+            run.policies = policies[i:]
+            run.clock.expect_peak(peak)
+            run.snapshot_metadata["config"]["recompute"] = taken
+            run.policies_out_of_memory.append(config.recompute)
+            same = "" if run.args.compile or run.args.mlp_chunks != 1 else ": same results"
+            return run.process.print_rank(
+                f"warning  step {run.step}: out of memory with recompute {config.recompute}; again,"
+                f" and from now on, with {taken} ({format_bytes(peak)} predicted){same}"
+            )
+    raise LookupError("no policy needs less memory")
+
+
+# Parts of messages that say that memory ran out
+OUT_OF_MEMORY_PATTERN = re.compile(
+    "allocate memory|not enough memory|out of memory|OUT_OF_MEMORY|STATUS_ALLOC_FAILED|bad_alloc"
+    "|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create"  # no memory for a handle
+    "|Failed to CUDA [cm]alloc"  # NCCL
+)
+# Parts of messages that say nothing of the cause, which may be a lack of memory
+VAGUE_PATTERN = re.compile("(CUBLAS|CUDNN)_STATUS_(INTERNAL_ERROR|EXECUTION_FAILED)")
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -254,14 +287,13 @@ def is_out_of_memory(error: Exception) -> bool:
     PyTorch's GPU allocator raises torch.OutOfMemoryError. All other allocators raise general
     errors, and only the message says that memory ran out. cuBLAS, cuDNN and NCCL allocate their own
     buffers. If such an allocation fails, the GPU's memory is full, too, and the same flags help.
+    For some of these errors the message does not name the cause. Then the GPU's free memory
+    decides.
     """
-    messages = (
-        "allocate memory|not enough memory|out of memory|OUT_OF_MEMORY|STATUS_ALLOC_FAILED"
-        "|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create"  # no memory for a handle
-        "|Failed to CUDA [cm]alloc"  # NCCL
-    )
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     # (A ValueError is a mistake of the user, not a lack of memory. Its message may contain a file
     # name, and a file name may contain any words.)
-    is_mistake = isinstance(error, ValueError)
-    return known or not is_mistake and re.search(messages, str(error)) is not None
+    message = "" if isinstance(error, ValueError) else str(error)
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if known or not VAGUE_PATTERN.search(message):
+        return known or OUT_OF_MEMORY_PATTERN.search(message) is not None
+    return torch.cuda.mem_get_info()[0] < LITTLE_FREE_BYTES

@@ -1,29 +1,22 @@
 """Set up a run: data, model and optimizer, from the beginning or from a snapshot."""
 
 import argparse
-import copy
 import math
 import os
-import random
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data import DataError, Dataset, Tokenizer, TrainBatches, ValBatches, load_dataset
-from memory import POLICIES, recompute_plan_of_config
-from memory.policies import activation_checkpoint, default_generator
-from model import MiniGPT, MiniGPTConfig
+from model import MiniGPTConfig
 
 from . import resume
+from .check_model import check_model, make_model_without_memory
 from .clocks import make_clock
-from .device import choose_precision, compile_blocks, set_matmul_precision
+from .device import check_compiler, choose_precision, compile_blocks, set_matmul_precision
 from .flags import (
     UsageError,
     flag,
@@ -49,7 +42,6 @@ from .snapshot import (
     LoadedSnapshot,
     SnapshotError,
     State,
-    bytes_of,
     check_no_path_conflict,
     check_shapes,
     claim,
@@ -148,19 +140,16 @@ def build_run(
     set_num_steps(args, process.replicas, train.n_windows)
     val = ValBatches(data.val_token_files, args.batch_size, args.seq_len, args.eval_tokens, device)
     snapshot_metadata = make_snapshot_metadata(args, process, plan.config, data)
-    with torch.device("meta"):
-        model = MiniGPT(plan.config)
-    if buffers := [name for name, _ in model.named_buffers()]:
-        raise UsageError(
-            "model.py: a model gets its memory after it is made, so the numbers in the buffer "
-            f"{buffers[0]} would be lost: compute them in forward"
-        )
+    torch.manual_seed(args.seed)  # for parameters that model.py itself draws
+    model = make_model_without_memory(plan.config)
     if resumed is not None:
         check_shapes(resumed.path, resumed.state["model"], model.state_dict())
         resume.check_resumable(resumed.state, snapshot_metadata, resumed.path)
         snapshot_metadata["run"] = resumed.state.get("run")
-    check = partial(check_techniques_are_exact, model, device, precision, process.sp_degree > 1)
+    check = partial(check_model, model, process, precision)
     process.run_on_all_ranks(check)  # (each rank may have its own policy)
+    if args.compile:
+        process.run_on_all_ranks(lambda: check_compiler(device))
     held_lock = process.run_on_rank0_only(lambda: claim(args.checkpoint_path, resumed))
     process.allocate_parameters(model)
     if isinstance(origin, Pretrained):
@@ -173,11 +162,7 @@ def build_run(
     run = Run(
         args, process, data, snapshot_metadata, model, optimizer, precision, train, val, clock
     )
-    run.held_lock, run.predict_step_with_less_memory, run.check_techniques = (
-        held_lock,
-        plan.predict_step_with_less_memory,
-        check,
-    )
+    run.held_lock, run.policies, run.check_techniques = held_lock, plan.policies, check
     if resumed is not None:
         restore_run(resumed, run)
     if process.rank == 0:  # only on rank 0, because `describe_run` reads files
@@ -207,13 +192,11 @@ def load_data_and_plan(
     )
     resuming = isinstance(origin, LoadedSnapshot)
     process.run_on_rank0_only(lambda: check_no_path_conflict(args.checkpoint_path, resuming))
-    # Bytes of CPU memory that the snapshot's tensors take until they are restored.
-    held = bytes_of(origin.state) if isinstance(origin, LoadedSnapshot) else 0
     config = model_config(
         args, process.run_on_all_ranks(lambda: vocab_size_upper_bound(args, origin))
     )
     with process.showing_message("predicting the memory of a step"):
-        plan = plan_memory(args, process, config, precision, held)
+        plan = plan_memory(args, process, config, precision)
     data = process.run_on_all_ranks(lambda: find_data(args, process, origin))
     check_same_on_all_ranks(process.all_gather_object(data_consistency_facts(data)))
     # (A trained bpe has fewer ids than --vocab-size if its training text has too few pairs to
@@ -379,182 +362,3 @@ def restore_run(resumed: LoadedSnapshot, run: Run) -> None:
     run.unlogged_record = {} if logged else dict(record)
     if resume.validation_key(resumed.state) == resume.validation_key(run.snapshot_metadata):
         run.best_val_loss = min(resumed.state["best_val_loss"], logged.get("val_loss") or math.inf)
-
-
-# ---- Check the policies against model.py, which a user may have changed.
-#
-# A policy only calls the parts of a block, and has no arithmetic of its own. So if a user changes a
-# part, every policy calls the changed part. But a recompute must give the same results as forward,
-# and some changes prevent this: for example, a block that draws random numbers although
-# config.dropout is 0, or a block that counts its calls. Also, the chunked loss has code of its own
-# in memory/head.py, so a change of the loss in model.py does not reach it. For these reasons
-# each technique is compared with model.py without the technique.
-
-N_TECHNIQUE_CHECK_TOKENS = 8  # number of tokens in each sequence of these comparisons
-
-
-def check_techniques_are_exact(
-    model: MiniGPT, device: torch.device, precision: torch.dtype, shared: bool = False
-) -> None:
-    """Compare the results of model.py with and without the memory techniques of the model's config.
-
-    One block of each kind (policy and modules) runs forward and backward on a few tokens, once with
-    its policy and once without. The results and all gradients of both runs must be equal to the
-    bit. The model's loss is computed with and without memory/head.py. Both losses and their
-    gradients must be equal up to rounding. The model may be on device "meta". The check does not
-    change the model.
-
-    `precision`: dtype of autocast; float32: no autocast. `shared`: the processes share each
-    sequence (train_sp.py), so a block may look at other tokens only in Attention.attend.
-
-    Raises UsageError, which names the difference and a remedy.
-    """
-    checked = set[Any]()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-        check_embed_and_loss_are_exact(model)
-        for i, policy in enumerate(recompute_plan_of_config(model.config).policies):
-            kind = policy, *map(module_signature, model.blocks[i].modules())
-            if kind in checked:
-                continue
-            checked.add(kind)
-            if shared and mixes_tokens_outside_attention(model, i, device):
-                raise UsageError(
-                    f"block {i} of model.py looks at other tokens, or at positions, outside of "
-                    "Attention.attend: sequences cannot be shared; train_fsdp.py can train it"
-                )
-            if policy != "none" and (
-                wrong := describe_recompute_difference(model, i, policy, device, precision)
-            ):
-                raise UsageError(
-                    f"--use-activation-checkpoint: block {i} under {policy} is not the block of "
-                    f"model.py: {wrong}; see docs/change.md, or use the policy none"
-                )
-
-
-def check_embed_and_loss_are_exact(model: MiniGPT) -> None:
-    """Raise UsageError if the techniques change the order of the blocks, or the results of the
-    embedding or of the loss.
-
-    Most policies run the blocks in the order of `model.blocks`. So `blocks_with_recompute` of
-    model.py must have this order, too. The embedding and the loss must give the same results with
-    and without memory/head.py, up to rounding.
-    """
-    ours, config, policy = cast(Any, model), model.config, model.config.recompute
-    known = policy in ("none", "full") and config.mlp_chunks == 1
-    if not known and [run for run, _ in ours.blocks_with_recompute.plain(model)] != [*model.blocks]:
-        raise UsageError(
-            f"--use-activation-checkpoint {policy}: `blocks_with_recompute` of model.py runs the "
-            "blocks in another order, which only none and full (with --mlp-chunks 1) can follow"
-        )
-    ids, embedding = (
-        torch.arange(2 * N_TECHNIQUE_CHECK_TOKENS).view(2, -1),
-        nn.Embedding(config.vocab_size, 16),
-    )
-    ids, labels = ids % config.vocab_size, (ids % config.vocab_size).where(ids > 0, -100)
-    lookup, loss, of_each = ours.embed, ours.head_loss, []
-    for embed, head_loss in (lookup, loss), (lookup.keywords["plain"], loss.keywords["plain"]):
-        torch.manual_seed(0)
-        x, weight = embed(embedding, ids)
-        mean = head_loss(x, weight, labels, config.loss_chunks)
-        of_each.append([x, weight, mean, *torch.autograd.grad(mean, embedding.weight)])
-    if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(*of_each, strict=True)):
-        raise UsageError(
-            "embed or head_loss of model.py computes other results than memory/head.py: for "
-            "head_loss use --loss-chunks 1; for embed move the change to MiniGPT.forward"
-        )
-
-
-def module_signature(module: nn.Module) -> tuple:
-    """Return a module's type, the shapes of its weights, and its attributes, to compare modules."""
-    shapes = [(name, weight.shape) for name, weight in module.named_parameters(recurse=False)]
-    values = [(name, repr(its)) for name, its in vars(module).items() if not name.startswith("_")]
-    return type(module), *shapes, *values
-
-
-def copy_block_with_random_weights(model: MiniGPT, i: int, device: torch.device) -> Any:
-    """Return a copy of block `i` on `device`, with random weights."""
-    block = copy.deepcopy(model.blocks[i]).to_empty(device=device)
-    torch.manual_seed(0)
-    for weight in block.parameters():
-        nn.init.normal_(weight, std=0.1)
-    return block
-
-
-def describe_recompute_difference(
-    model: MiniGPT, i: int, policy: str, device: torch.device, precision: torch.dtype
-) -> str:
-    """Run block `i` with `policy` and without it. Return the first difference as text; "" if there
-    is none."""
-    config, block = (
-        replace(model.config, n_layers=1, recompute=policy),
-        copy_block_with_random_weights(model, i, device),
-    )
-    alone = SimpleNamespace(
-        config=config, blocks=[block.train()], training=True, parameters=block.parameters
-    )
-    n_tokens = min(N_TECHNIQUE_CHECK_TOKENS, config.max_position_embeddings)
-    x, grad = torch.randn(2, 1, n_tokens, config.d_model, device=device).unbind()
-    inputs = {"x": x.requires_grad_()} | dict(block.named_parameters())
-    inputs = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
-    before = random.getstate()
-
-    def run(calls: Iterable) -> list[Tensor]:
-        """Run forward and backward. Return the result, the gradients, and the states of the random
-        generators."""
-        torch.manual_seed(0)
-        random.seed(0)
-        y, has_dropout = x * 1, config.dropout > 0
-        low = precision != torch.float32
-        with torch.autocast(device.type, precision, enabled=low, cache_enabled=False):
-            for call, recompute in calls:
-                y = (
-                    activation_checkpoint(call, y, has_dropout=has_dropout)
-                    if recompute
-                    else call(y)
-                )
-        tensors = [y, *torch.autograd.grad(y, [*inputs.values()], grad, materialize_grads=True)]
-        return [*tensors, default_generator(x.device).get_state(), torch.tensor(random.random())]
-
-    try:
-        # (On a GPU, use the kernel MATH: a fused attention kernel adds in an order that varies from
-        # run to run.)
-        with sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext():
-            plain, recomputed = run([(block, False)]), run(model.blocks_with_recompute(alone))
-        if (
-            POLICIES[policy].supports_mlp_chunks
-            and config.mlp_chunks != 1
-            and depends_on_earlier_tokens(block.feed_forward, x)
-        ):
-            return "its MLP half looks at other tokens, and --mlp-chunks is not 1"
-    except torch.OutOfMemoryError:
-        raise
-    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    finally:
-        random.setstate(before)
-    # If a block draws random numbers although config.dropout is 0, the recompute draws more of
-    # them. Then the random generators are in another state afterwards. So compare their states,
-    # too.
-    drawn = "what torch draws next", "what Python draws next"
-    names = "its result", *(f"the gradient of {name}" for name in inputs), *drawn
-    pairs = zip(names, plain, recomputed, strict=True)
-    return next((f"{name} differs" for name, a, b in pairs if not torch.equal(a, b)), "")
-
-
-def mixes_tokens_outside_attention(model: MiniGPT, i: int, device: torch.device) -> bool:
-    """Return True if block `i` uses other tokens, or the position of a token, outside of
-    attention."""
-    block = copy_block_with_random_weights(model, i, device).eval()
-    x = torch.randn(1, N_TECHNIQUE_CHECK_TOKENS, model.config.d_model, device=device)
-    block.attn.attend = lambda qkv, kv_cache=None: qkv[..., : x.size(2)]
-    return depends_on_earlier_tokens(block, x)
-
-
-def depends_on_earlier_tokens(run: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Return True if the results for the last tokens change when the tokens before them are left
-    out.
-
-    `run` maps x, (1, T, C), to a tensor of the same shape.
-    """
-    last = slice(N_TECHNIQUE_CHECK_TOKENS // 2, None)
-    return not torch.allclose(run(x)[:, last], run(x[:, last]), rtol=1e-3, atol=1e-4)

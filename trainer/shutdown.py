@@ -5,9 +5,11 @@ The exit code tells why the run ended (see `run_safely`). A printed line says ho
 """
 
 import argparse
+import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -17,14 +19,20 @@ import torch
 from torch import Tensor
 
 from data import DataError, DiskFull
+from planner import PlanError
 
 from .bootstrap import PROCESS_START
 from .flags import UsageError, print_error, with_flags
 from .metrics import finish_wandb
-from .plan import PredictedOutOfMemory, describe_memory_flags, describe_suggested_change
+from .plan import (
+    PredictedOutOfMemory,
+    describe_memory_flags,
+    describe_suggested_change,
+    policies_to_try,
+)
 from .process import OneProcess
 from .report import describe_result, resume_command, sample_text
-from .run import Run, is_out_of_memory, save
+from .run import Run, StoppedBySignal, is_out_of_memory, save
 from .setup import set_up_from_flags
 from .snapshot import SaveError, SnapshotError
 from .torchrun import peer_failure_message
@@ -58,20 +66,23 @@ def run_safely(
     except (UsageError, SnapshotError, NotFinite, PredictedOutOfMemory) as error:
         print_error_line(error)
         return {NotFinite: 3, PredictedOutOfMemory: 4}.get(type(error), 2)
+    except PlanError as error:
+        print_error_line(f"--use-activation-checkpoint auto: {error}; name a policy")
+        return 2
     except DataError as error:
         print_error_line(f"{error}; then {resume_hint(run)}" if run else error)
         return 3 if run or isinstance(error, DiskFull) else 2
     except SaveError as error:
-        print_error_line(f"{error}; make room, then {resume_hint(run)}")
+        print_error_line(f"{error}, then {resume_hint(run)}")
         return 3
     except KeyboardInterrupt:
-        last = "the last snapshot, if there is one"
-        print(f"\nstopped; --resume goes on from {last}", file=sys.stderr)
+        print("\nstopped; --resume goes on from the last snapshot, if any", file=sys.stderr)
         return 130
+    except MemoryError:
+        return end_out_of_memory(args, run, print_error_line)
     except Exception as error:
         if is_out_of_memory(error):
-            print_error_line(f"out of memory with {suggest_after_out_of_memory(args, run)}")
-            return 4
+            return end_out_of_memory(args, run, print_error_line)
         line = peer_failure_message(error)
         if line is None:
             raise
@@ -100,12 +111,15 @@ def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
     first = run.step
     try:
         record = train(run)
-    except DataError:  # a data file was deleted or shortened; the weights are good
+    except (DataError, StoppedBySignal) as error:
+        # A data file was deleted or shortened, or an evaluation was stopped, which --resume
+        # repeats. The weights are good.
         run.step = first + run.clock.steps  # the last finished step
-        if run.step > run.saved_step and run.process.world_size == 1:
-            save(run, args.checkpoint_path, {})
-        raise
-    if run.stop_signal and run.step < args.num_steps:
+        if run.step > run.saved_step and (run.stop_signal or run.process.world_size == 1):
+            save(run, args.checkpoint_path, run.unlogged_record)
+        if isinstance(error, DataError):
+            raise
+    if run.stop_signal and (run.step < args.num_steps or run.unlogged_record):
         after = f"{signal.Signals(run.stop_signal).name} after step {run.step:,}"
         note = (
             " (torchrun's traceback below is no crash)"
@@ -114,55 +128,77 @@ def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
         )
         say(f"stopped  {after}: saved{note}; go on with --resume: {resume_command(run)}")
         return 128 + run.stop_signal
+    if not math.isfinite(record["val_loss"]):
+        raise NotFinite(
+            f"the validation loss is not finite after the last step, {run.step}: try a lower --lr "
+            f"than {args.lr:.2g}; the weights in {args.checkpoint_path} are of no use"
+        )
     text = sample_text(run)  # on all ranks, because the forward of a sharded model needs all
     seconds = time.perf_counter() - PROCESS_START
     say(describe_result(run, record, text, seconds_before, seconds))
     return 0
 
 
+# Number of seconds after a stop signal in which further stop signals are copies of it
+COPY_SECONDS = 5
+
+
 class Signals:
     """Context manager that handles signals during training.
 
     Three signals ask the run to stop: SIGINT (Ctrl-C), SIGTERM (from a cluster) and SIGHUP (from a
-    closed terminal; ignored under `nohup`). SIGUSR1 asks the run to save and to go on.
+    closed terminal). SIGUSR1 asks the run to save and to go on. A signal that this process ignored
+    before stays ignored, for example SIGHUP under `nohup`. Threads other than the main thread
+    cannot handle signals, so there the context does nothing.
 
     A signal may come anywhere in a step. So the handler only sets a variable, which the loop reads
     at the end of the step. The handler also prints a line, because the step may take long. A second
-    Ctrl-C or SIGTERM ends the process at once, which is the default action of these signals.
+    Ctrl-C ends the process at once, which is the default action of the signal.
+
+    Programs send copies of a signal. SLURM, systemd and `timeout` send SIGTERM to all processes of
+    a job, and torchrun passes the SIGTERM that it gets on to its processes. So for COPY_SECONDS,
+    further signals are ignored. After that they end the process. But without torchrun a Ctrl-C is
+    typed by a person, so it is no copy.
     """
 
     def __init__(self, run: Run):
-        self.run = run
+        self.run, self.with_torchrun = run, "TORCHELASTIC_RUN_ID" in os.environ
 
     def __enter__(self) -> "Signals":
-        self.received = 0
         self.before = {}
-        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") * in_main_thread:
             number = getattr(signal, name, None)  # Windows has only the first two
-            if number and not (name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):
+            # (bootstrap.py ignores SIGUSR1 until this context handles it.)
+            if number and (name == "SIGUSR1" or signal.getsignal(number) != signal.SIG_IGN):
                 self.before[number] = signal.signal(number, self.on_signal)
         return self
 
     def on_signal(self, number: int, frame: object) -> None:
         """Store the signal `number`, which the loop reads at the end of the step. Print a line on
         rank 0."""
-        name = signal.Signals(number).name
-        if name == "SIGUSR1":
+        if number == getattr(signal, "SIGUSR1", None):
             self.run.save_requested = True
             line = "saving   after this step, and going on"
+        elif not self.run.received_signal:
+            self.run.received_signal, self.received_at = number, time.monotonic()
+            line = "stopping finishing this step and saving; again to stop at once"
+            if not self.with_torchrun and signal.SIGINT in self.before:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
         else:
-            self.received = number
-            is_hangup = name == "SIGHUP"  # shell and system may both send SIGHUP: ignore the second
-            signal.signal(number, signal.SIG_IGN if is_hangup else signal.SIG_DFL)
-            again = "" if is_hangup else "; again to stop at once"
-            line = f"stopping finishing this step and saving{again}"
+            if time.monotonic() > self.received_at + COPY_SECONDS:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return  # a copy
         if self.run.process.rank == 0:
             with suppress(OSError):  # not `print`: the signal may have interrupted a `print`
                 os.write(2, f"\n{line}\n".encode())
 
     def __exit__(self, *exception: object) -> None:
+        # A copy from torchrun must not end the process between its last step and its end.
+        ignore = self.with_torchrun and self.run.received_signal
         for number, handler in self.before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if ignore else handler)
 
 
 class NotFinite(Exception):
@@ -224,7 +260,7 @@ class SkippedUpdateCounter:
         (step, norm), self.unread_norm = self.unread_norm, None
         self.in_a_row = 0 if norm.isfinite() else self.in_a_row + 1
         run, float16 = self.run, self.run.scaler.is_enabled()
-        limit = 20 if float16 else 3
+        limit = min(20 if float16 else 3, run.args.num_steps)  # (no step has made an update)
         if self.in_a_row >= limit:
             lower = f"a lower --lr than {run.args.lr:.2g}"
             flags = "--amp-dtype bfloat16 or --no-amp" if float16 else lower
@@ -240,6 +276,18 @@ class SkippedUpdateCounter:
         return self.in_a_row
 
 
+def end_out_of_memory(
+    args: argparse.Namespace, run: Run | None, print_error_line: Callable[[object], None]
+) -> int:
+    """Print the settings with which memory ran out, and the first change that could help. Return
+    exit code 4, even if memory runs out in this function, too."""
+    try:
+        print_error_line(f"out of memory with {suggest_after_out_of_memory(args, run)}")
+    except Exception:
+        os.write(2, b"error: out of memory\n")
+    return 4
+
+
 def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> str:
     """Return the settings with which memory ran out, and the first change that could help, as
     text."""
@@ -248,13 +296,14 @@ def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> st
             f"{describe_memory_flags(args)}; try a smaller model (--n-layers), or less data "
             "(--max-tokens)"
         )
-    less = None
-    policy = run.model.config.recompute
-    with suppress(Exception):  # planning may run out of memory, too
-        less = run.predict_step_with_less_memory(policy)
+    run.reserve = b""
+    device_type, policy, smaller_policy = run.process.device.type, run.model.config.recompute, ""
+    with suppress(Exception):  # there may be no such policy, or no prediction
+        smaller_policy = policies_to_try(run.policies, device_type)[0][0]
     back = f"; {resume_hint(run)}" if run.saved_step else ""
     now = describe_memory_flags(with_flags(args, use_activation_checkpoint=policy))
-    change = describe_suggested_change(args, run.process.device.type, policy, less)
+    evaluating = not run.model.training
+    change = describe_suggested_change(args, device_type, policy, smaller_policy, evaluating)
     return f"{now}; try {change}{back}"
 
 
@@ -263,7 +312,10 @@ def resume_hint(run: Run | None) -> str:
 
     If the hint contains a command to paste, the command stands at the end.
     """
-    if run and run.saved_step:
-        saved = f"{run.args.checkpoint_path}, step {run.saved_step}"
-        return f"go on from {saved}, with --resume: {resume_command(run)}"
-    return "start again (nothing was saved yet)" if run else "start again"
+    if run is None or not run.saved_step:
+        return "start again (nothing was saved yet)" if run else "start again"
+    path = run.args.checkpoint_path
+    # (Machines without rank 0 may not see the snapshot.)
+    if run.process.rank == 0 and not os.path.exists(path):
+        return f"start again ({path} is gone)"
+    return f"go on from {path}, step {run.saved_step}, with --resume: {resume_command(run)}"

@@ -7,9 +7,9 @@ that an older run left there (`rename_older_run`).
 
 A snapshot is a dict of tensors and of Python's basic types. `torch.save` writes the dict.
 `torch.load` reads it with `weights_only=True`, so opening a file from another person never runs
-code in the file. The newest snapshot is at `--checkpoint-path`. Two more files beside it have the
-same stem: `.prev.pt` is the previous snapshot, and `.best.pt` is the one with the lowest validation
-loss.
+code in the file. A checksum of all bytes is at the end of the file. The newest snapshot is at
+`--checkpoint-path`. Two more files beside it have the same stem: `.prev.pt` is the previous
+snapshot, and `.best.pt` is the one with the lowest validation loss.
 
 A snapshot is written before its step is evaluated and logged. So the key `record` holds the step's
 log record, and a resumed run can log that step. The key `run` holds the id of the run. A run that
@@ -20,6 +20,7 @@ the step (see `train_minimal.accumulate`), so they need not be saved and cannot 
 """
 
 import errno
+import math
 import os
 import pickle
 import re
@@ -27,7 +28,8 @@ import shutil
 import time
 import warnings
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -38,21 +40,13 @@ import torch
 from torch.serialization import skip_data
 from torch.utils._pytree import tree_leaves
 
+from .flags import MAX_COUNT
+
 State = dict[str, Any]
 
-# Keys that every snapshot must have -> type of the value. A run needs all of these keys to resume.
-# scripts/generate.py reads only the snapshot, because `config` and `tokenizer` are in it.
-KEY_TYPES = {
-    "model": dict,
-    "optimizer": dict,
-    "scaler": dict,
-    "step": int,
-    "config": dict,
-    "args": dict,
-    "tokenizer": dict,
-    "data": dict,
-    "best_val_loss": float,
-}
+# Text before the checksum in the comment at the end of a snapshot (see `append_checksum`).
+CHECKSUM_LABEL = b"crc32 "
+CHECKSUM_DIGITS = 8  # hexadecimal
 # Endings of snapshot names. Paths that differ only in this ending have the same log and the same
 # lock.
 ENDINGS = ("", ".pt", ".pth", ".ckpt")
@@ -77,11 +71,6 @@ def sibling_path(path: Path, suffix: str) -> Path:
     return path.with_name(path.name.removesuffix(ending) + suffix)
 
 
-def is_prev_or_best(path: Path) -> bool:
-    """Return True if `path` is the name of some run's `.prev.pt` or `.best.pt`."""
-    return sibling_path(path, "").suffix in (".prev", ".best")
-
-
 def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None:
     """Write `state` to `path` so that a crash at any moment leaves a complete snapshot.
 
@@ -92,21 +81,39 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
 
     Raises SaveError if the file cannot be written.
     """
-    with writing_atomically(path, bytes_of(state)) as temporary:
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    with writing_atomically(path, sum(tensor.nbytes for tensor in tensors)) as temporary:
         stale = re.compile(re.escape(f".{path.name}.") + r"\d+\.tmp")
         for name in filter(stale.fullmatch, os.listdir(path.parent)):
             path.with_name(name).unlink()  # left by a process that was killed during a save
-        with open(temporary, "wb") as file:
+        with open(temporary, "w+b") as file:
             torch.save(state, file)
+            append_checksum(file)
             file.flush()
             os.fsync(file.fileno())
         if keep_previous and path.exists():
             os.replace(path, sibling_path(path, ".prev.pt"))
 
 
-def bytes_of(state: State) -> int:
-    """Return the total size of all tensors in `state`, in bytes."""
-    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
+def append_checksum(file: BinaryIO) -> None:
+    """Append the checksum of all bytes to a file that torch.save has written.
+
+    The file is a zip archive. So the checksum is text in the archive's comment, which torch.load
+    ignores: "crc32 " and eight hexadecimal digits. CRC-32 detects every error within 32 bits in a
+    row, and all but one in 2^32 of other errors. It is the fastest checksum in Python's library.
+    """
+    file.seek(-2, os.SEEK_END)  # the last two bytes are the length of the comment: 0
+    file.write((len(CHECKSUM_LABEL) + CHECKSUM_DIGITS).to_bytes(2, "little") + CHECKSUM_LABEL)
+    file.write(checksum_before(file, file.tell()))
+
+
+def checksum_before(file: BinaryIO, end: int) -> bytes:
+    """Return the CRC-32 of the first `end` bytes of the file, as CHECKSUM_DIGITS hexadecimal
+    digits. The position in the file is then `end`."""
+    checksum = file.seek(0)
+    while chunk := file.read(min(2**20, end - file.tell())):
+        checksum = zlib.crc32(chunk, checksum)
+    return f"{checksum:0{CHECKSUM_DIGITS}x}".encode()
 
 
 def temporary_path(path: Path) -> Path:
@@ -130,9 +137,7 @@ def writing_atomically(path: Path, n_bytes: int) -> Iterator[Path]:
         yield temporary
         os.replace(temporary, path)
         if os.name == "posix":  # a rename is on the disk only after an fsync of its folder
-            folder = os.open(path.parent, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
+            sync_folder(path.parent)
     except BaseException as error:
         with suppress(OSError):  # the folder may be gone
             temporary.unlink(missing_ok=True)
@@ -144,39 +149,50 @@ def writing_atomically(path: Path, n_bytes: int) -> Iterator[Path]:
         raise
 
 
+def sync_folder(folder: Path) -> None:
+    """Force a rename in the folder to the disk, where the file system can do that. SMB, VirtualBox
+    and some FUSE file systems cannot. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(descriptor)
+
+
 def describe_save_error(path: Path, error: OSError, n_bytes: int) -> str:
-    """Return an error line with the file and the reason; for a full disk, also the MB needed and
-    free."""
+    """Return an error line with the file, the reason and a remedy; for a full disk, also the MB
+    needed and free."""
     reason = error.strerror or str(error)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"cannot save {path}: {reason}"
+        return f"cannot save {path}: {reason}; check its folder and its disk"
     free = shutil.disk_usage(path.parent).free
     no_inodes = error.errno == errno.ENOSPC and free > n_bytes
     hint = "; are its inodes used up (df -i)?" if no_inodes else ""
     return (
         f"cannot save {path}: disk full ({reason}); it needs {n_bytes / 1e6:,.1f} MB, "
-        f"{free / 1e6:,.1f} MB are free{hint}"
+        f"{free / 1e6:,.1f} MB are free{hint}; make room"
     )
 
 
 def read_snapshot(path: Path) -> State:
-    """Read a snapshot file into CPU memory and return its state.
+    """Check a snapshot file, map it into memory, and return its state.
 
-    The tensors do not go to the GPU. The model and the optimizer are there, and the snapshot's
-    tensors would take as many bytes again. First the checksums in the file are verified.
-    `torch.save` writes checksums, but `torch.load` ignores them, and would accept a flipped bit in
-    a weight.
+    The tensors are on the CPU. They are pages of the file, which all processes of a machine share,
+    so a process needs no memory of its own for them. The checksum is verified first, because
+    `torch.load` would accept a flipped bit in a weight.
 
     Raises SnapshotError if the file is missing, damaged, or no snapshot of this project.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # (opening a pipe could wait forever)
         raise SnapshotError(f"{path} is not a file")
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
+        if damaged := find_damaged_part(path):
             raise SnapshotError(f"{path} is damaged (checksum of {damaged} is wrong)")
-        state: State = load_weights_only(path, "cpu")
+        # torch cannot map a file whose name is not valid Unicode. It then reads the file.
+        state: State = load_weights_only(path, "cpu", mmap=str(path).isprintable())
     except FileNotFoundError:
         raise SnapshotError(f"there is no snapshot {path}") from None
     except pickle.UnpicklingError:
@@ -187,52 +203,142 @@ def read_snapshot(path: Path) -> State:
         raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from None
     except Exception:  # for a damaged file zipfile and torch raise many types of errors
         raise SnapshotError(f"{path} is no snapshot, or a damaged one") from None
-    if strange := first_invalid_key(state):
+    if strange := find_invalid_key(state, "cpu"):
         raise SnapshotError(f"{path} is no MiniGPT snapshot (no {strange}, or a strange one)")
     return state
 
 
-def load_weights_only(file: Path | BinaryIO, device: str) -> Any:
-    """Load a file that torch.save has written, if it contains only plain data and tensors."""
+def find_damaged_part(path: Path) -> str | None:
+    """Return the part of a snapshot file whose checksum is wrong; None if all checksums are right.
+
+    Older snapshots have no checksum of all bytes, but each record has one. No record has
+    attributes: a bit among these could make torch take the record for a folder, and return memory
+    that was never written.
+    """
+    with open(path, "rb") as file:
+        end = max(0, file.seek(0, os.SEEK_END) - CHECKSUM_DIGITS)
+        file.seek(max(0, end - len(CHECKSUM_LABEL)))
+        if file.read(len(CHECKSUM_LABEL)) == CHECKSUM_LABEL:
+            return None if checksum_before(file, end) == file.read() else "all bytes"
+    with zipfile.ZipFile(path) as archive:
+        strange = [entry.filename for entry in archive.infolist() if entry.external_attr]
+        return archive.testzip() or next(iter(strange), None)
+
+
+def load_weights_only(file: Path | BinaryIO, device: str, mmap: bool = False) -> Any:
+    """Load a file that torch.save has written, if it contains only plain data and tensors. With
+    `mmap` the tensors are pages of the file."""
     # Hide torch's warnings about TorchScript and sparse tensors, which no snapshot contains.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.load(file, map_location=device, weights_only=True)
+        return torch.load(file, map_location=device, weights_only=True, mmap=mmap)
 
 
-def first_invalid_key(state: Any) -> str | None:
-    """Return the first key of KEY_TYPES that is missing in `state` or has a value of another type;
-    None if there is no such key."""
-    for key, kind in KEY_TYPES.items():
-        if not isinstance(state, dict) or not isinstance(state.get(key), kind):
-            return key
+# ---- The content of a snapshot
+
+
+def is_count(value: object) -> bool:
+    """Return True for a whole number from 0 to MAX_COUNT."""
+    return type(value) is int and 0 <= value <= MAX_COUNT
+
+
+def is_number(value: object) -> bool:
+    """Return True for a float, and for a whole number that fits in 64 bits."""
+    return type(value) is float or type(value) is int and abs(value) < 2**63
+
+
+def is_plain(value: object) -> bool:
+    """Return True for a possible value of a flag: a number, a bool, a text, None, or a list of
+    texts."""
+    is_list = isinstance(value, list) and [*map(type, value)] == [str] * len(value) != []
+    return is_list or isinstance(value, str | bool | None) or is_number(value)
+
+
+def is_dense(value: object, device: str) -> bool:
+    """Return True unless `value` is a tensor that is sparse, nested, or on another device."""
+    if not isinstance(value, torch.Tensor):
+        return True
+    return value.layout == torch.strided and not value.is_nested and value.device.type == device
+
+
+# Keys that every snapshot must have -> function of the state `s` that returns True if the value of
+# this key is valid. For a strange value, the function returns False or raises any error. A run
+# needs all of these keys to resume. scripts/generate.py reads only the snapshot, because `config`
+# and `tokenizer` are in it. (Shapes of tensors and flags are checked by the code that uses them.)
+RULE_BY_KEY: dict[str, Callable[[State], object]] = {
+    "model": lambda s: all(isinstance(weight, torch.Tensor) for weight in s["model"].values()),
+    "step": lambda s: is_count(s["step"]),
+    # (Empty if the data were gone before the next step)
+    "record": lambda s: (
+        s["record"] == {}
+        or all(map(is_plain, s["record"].values()))
+        and all(isinstance(s["record"][name], RECORD_TYPES[name]) for name in RECORD_TYPES)
+        and math.isfinite(s["record"]["eta_s"])
+    ),
+    # A run has moments after its first step, unless all updates were skipped, also the last one.
+    "optimizer": lambda s: (
+        s["optimizer"]["state"]
+        or s["step"] == 0
+        or not math.isfinite(s["record"].get("grad_norm", math.nan))
+    ),
+    # (Empty unless the run had float16)
+    "scaler": lambda s: all(
+        is_count(value) or type(value) is float and 0 < value < math.inf
+        for value in s["scaler"].values()
+    ),
+    "config": lambda s: all(map(is_plain, s["config"].values())),
+    "args": lambda s: all(map(is_plain, s["args"].values())),
+    "typed": lambda s: isinstance(s["typed"], list) and {*s["typed"]} <= s["args"].keys(),
+    "tokenizer": lambda s: (
+        isinstance(s["tokenizer"]["name"], str) and is_count(s["tokenizer"].get("vocab_size", 0))
+    ),
+    "data": lambda s: (
+        is_count(s["data"]["sequences_per_step"])
+        and isinstance(s["data"]["description"] + s["data"]["fingerprint"], str)
+    ),
+    "best_val_loss": lambda s: type(s["best_val_loss"]) is float and s["best_val_loss"] >= 0,
+    "run": lambda s: isinstance(s["run"], str),
+    "threads": lambda s: s["threads"] is None or is_count(s["threads"]),
+}
+# Types of the values that the log line of a record shows
+RECORD_TYPES: dict[str, Any] = {
+    **dict.fromkeys("step epoch lr train_loss step_ms tokens_per_s eta_s".split(), int | float),
+    "peak_memory_bytes": int | None,
+    "peak_memory_kind": str,
+}
+
+
+def find_invalid_key(state: Any, device: str) -> str | None:
+    """Return the first key of RULE_BY_KEY that is missing in `state` or has a strange value; None
+    if all values are valid. All tensors must be on `device`."""
+    for key, is_valid in RULE_BY_KEY.items():
+        with suppress(Exception):
+            if is_valid(state) and all(is_dense(leaf, device) for leaf in tree_leaves(state[key])):
+                continue
+        return key
     return None
 
 
 def check_shapes(path: Path, weights: State, model: State) -> None:
-    """Raise SnapshotError unless `weights` and `model` have the same names and shapes.
+    """Raise SnapshotError unless `weights` and `model` have the same names and shapes. All dtypes
+    of floats count as equal.
 
     `weights`: state dict in a snapshot, or in a folder of GPT-2. `model`: state dict that model.py
     makes for the configuration in that file.
     """
-    for name in model | weights:
-        wants, has = describe_weight(model.get(name)), describe_weight(weights.get(name))
-        if has != wants:
+    has, wants = (
+        {
+            name: f"{'floats' if w.is_floating_point() else w.dtype} of shape {tuple(w.shape)}"
+            for name, w in tensors.items()
+        }
+        for tensors in (weights, model)
+    )
+    for name in wants | has:
+        if has.get(name) != wants.get(name):
             raise SnapshotError(
-                f"{path} holds {has} as {name}, model.py says {wants}: is it damaged, or has "
-                "model.py changed since?"
+                f"{path} holds {has.get(name, 'nothing')} as {name}, model.py says "
+                f"{wants.get(name, 'nothing')}: is it damaged, or has model.py changed since?"
             )
-
-
-def describe_weight(weight: object) -> str:
-    """Return a weight's type and shape in words, to compare weights. All float dtypes give the same
-    words."""
-    if weight is None:
-        return "nothing"
-    if not isinstance(weight, torch.Tensor) or weight.layout != torch.strided:
-        return "no plain tensor"
-    dtype = "floats" if weight.is_floating_point() else str(weight.dtype)
-    return f"{dtype} of shape {tuple(weight.shape)}"
 
 
 def peek(path: Path) -> State:
@@ -241,13 +347,11 @@ def peek(path: Path) -> State:
 
     Returns {} if the file is no snapshot.
     """
-    try:
+    with suppress(Exception):  # (many types of errors, as in `read_snapshot`)
         if path.is_file():
             with open(path, "rb") as file, skip_data():
                 state: State = load_weights_only(file, "meta")
-            return {} if first_invalid_key(state) else state
-    except Exception:  # (many types of errors, as in `read_snapshot`)
-        pass
+            return {} if find_invalid_key(state, "meta") else state
     return {}
 
 
@@ -278,9 +382,13 @@ def check_no_path_conflict(path: Path, resuming: bool) -> None:
 
     A new run may not replace a file that is no snapshot, because a typing error must not cost a
     user that file. No run may use a path if its log, its lock, its `.prev.pt` or its `.best.pt`
-    would also belong to another run.
+    would also belong to another run, or is no file. (A run would wait forever for the other end of
+    a pipe. A link whose target is missing may name a disk that is not mounted.)
     """
-    if is_prev_or_best(path):
+    for file in (*files_of_run(path), sibling_path(path, ".lock")):
+        if os.path.lexists(file) and not os.path.isfile(file) and file.suffix != ".tensorboard":
+            raise make_path_error(f"{file} is there and is no file; name another file")
+    if sibling_path(path, "").suffix in (".prev", ".best"):
         raise make_path_error(f"{path} is another run's second file; copy it to a name of its own")
     if not resuming and os.path.exists(path) and not peek(path):
         raise make_path_error(f"{path} is there and is no snapshot; name another file")

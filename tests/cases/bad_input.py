@@ -3,9 +3,9 @@
 What a case is, and a table for each subject. Those in snapshots and places: bad_snapshots.py.
 """
 
-import gzip
 import io
 from collections.abc import Callable
+from glob import glob
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import train_ddp
 import train_fsdp
 import train_minimal
 import train_sp
+from data.documents import ARCHIVE_MAGICS
 from data.tokenizer import format_ranks, load_tokenizer
 from scripts import (
     benchmark,
@@ -114,7 +115,7 @@ REFUSED = {  # by whom; words: what the line must say
         "--min-lr=1": "--min-lr 1 is above --lr",
         "--mlp-chunks=2 --use-activation-checkpoint --compile": "--mlp-chunks 2: .*; --no-compile",
         "--device=cuda": "--device cuda: .* try --device cpu",
-        "--seq-len=999 --checkpoint-path=new/run.pt": "--seq-len 999 needs 1000 .* lower --seq-len",
+        "--seq-len=999 --checkpoint-path=new/run.pt": "--seq-len 999 needs .* a lower --seq-len",
         "--seed=1" + "0" * 400: "--seed: must be a whole number",
         "--no\nsuch": "unrecognized arguments: --no such",
         "--resume --recompute-layers=1": "ents: --recompute-layers=1; now --use-act.* POLICY:N$",
@@ -204,9 +205,12 @@ TEXTS = {
         b"%PDF-1.5\n%\xd0\xd4\xc5\xd8\n",
         "a.pdf: not UTF-8 at byte 10; name files of UTF-8",
     ),
-    "a gzip": text(
-        "a.gz", gzip.compress(b"{}"), "a.gz: a binary file, or UTF-16 .NUL at byte 3.; "
-    ),
+    **{
+        f"an archive {begin!r}": text(
+            "a.gz", begin + b"\xff", r"a.gz: .*; an archive .*: unpack it"
+        )
+        for begin in ARCHIVE_MAGICS
+    },
     "UTF-16": text(
         "b.txt", "h\xe9".encode("utf-16"), "or UTF-16 .NUL at byte 3.; .*-f UTF-16 of what"
     ),
@@ -230,7 +234,12 @@ TEXTS = {
     "a program": text("x.txt", b"\x7fELF\x00\x01", "x.txt: a binary file, .*NUL at byte 4"),
     "jsonl cut off": text("x.jsonl", b'{"text": "a"}\n{"text": \n', 'x.jsonl:2: want .* "text"'),
     "jsonl with a number": text("x.jsonl", b'{"text": 3}\n', 'x.jsonl:1: want .*string "text"'),
-    "jsonl with other keys": text("x.jsonl", b'{"prompt": "a"}\n', r"want .*, not .*prompt"),
+    "jsonl with other keys": text(
+        "x.jsonl", b'{"prompt": "a"}\n', r"string \"text\" .--text-key names .*, not .*prompt"
+    ),
+    "jsonl without the key": data(
+        "--train-data=x.jsonl --text-key=prompt", 'string "prompt"', {"x.jsonl": b'{"text": "a"}'}
+    ),
     "jsonl without end": text("x.jsonl", b"[" * 100_000, "x.jsonl:1: want"),
     "jsonl in UTF-16": text("x.jsonl", '{"text": "a"}\n'.encode("utf-16"), "x.jsonl:1: want"),
     "jsonl with too many digits": text("x.jsonl", b"1" * 9999, "x.jsonl:1: want"),
@@ -242,6 +251,10 @@ TEXTS = {
     "empty name": data("--train-data=", "--train-data : no such file or folder"),
     "a very long name": data("--train-data=" + "n" * 5000, "nnn: File name too long"),
     "a device": data("--train-data=/dev/zero", "--train-data /dev/zero: not a regular file"),
+    **{  # on Linux, a regular file that opens, and whose first byte cannot be read
+        f"unreadable: {path}": data(f"--train-data={path}", f"cannot read {path}: Input/output err")
+        for path in glob("/proc/self/mem")
+    },
     "pictures": data("--train-data=.", "--train-data .: no text or token f", {"x.png": b"\x89PNG"}),
     "validation": data(
         "--train-data x.txt --val-data=y.txt", "y.txt: not UTF-8 at", X | {"y.txt": b"a\xff"}
@@ -279,15 +292,24 @@ TOKEN_FILES = {
         "x.bin", b"\x01\x00\x01\x01", "x.bin: holds id 257, .*ends at 256: another --tokenizer-name"
     ),
     "llm.c cut off": text("x.bin", llmc(NINE, 20240520, 1)[:-2], "x.bin: .*9 tokens.*cut off"),
-    "llm.c version": text(
-        "x.bin", llmc(NINE, 20240520, 3), "x.bin: holds id 55432, .* ends at 256"
-    ),
+    "llm.c version": text("x.bin", llmc(NINE, 20240801, 3), "x.bin: .* version 3, .* version 7 is"),
+    **{  # (ids of 20 bits are those of the largest vocabularies)
+        f"raw {dtype}": text("x.bin", np.arange(9, largest, 99).astype(dtype).tobytes(), says)
+        for dtype, largest, says in (
+            ("<i4", 50257, "every second token is 0: 32-bit ids.* save them as .npy"),
+            ("<u4", 2**20, "every second token is below 16: 32-bit ids"),
+            ("<i8", 50257, "every second token is 0: 32-bit ids"),
+            (">i4", 50257, "every second token is 0: 32-bit ids"),
+        )
+    },
     "llm.c of -9": text("x.bin", llmc(NINE, 20240520, 1, count=-9), "x.bin: its header promises"),
     ".npy cut off": text("x.npy", npy(NINE)[:-2], "x.npy is no .npy file, or is damaged"),
     ".npy of no tokens": text("x.npy", npy(NINE[:0]), "--seq-len 16 needs 17"),
     ".npy of objects": text("x.npy", npy(np.array([{}])), "x.npy is no .npy file"),
     "two dimensions": text("x.npy", npy(np.zeros((3, 3), np.uint16)), r"x.npy: holds .*\(3, 3\)"),
-    "big-endian": text("x.npy", npy(np.zeros(9, ">u2")), "x.npy: holds >u2 .*little-endian"),
+    ".npy of numbers with a point": text("x.npy", npy(np.zeros(9)), "x.npy: holds float64 .*whole"),
+    ".npy of truths": text("x.npy", npy(np.zeros(9, bool)), "x.npy: holds bool .*whole numbers"),
+    ".npy below 0": text("x.npy", npy(np.arange(-1, 99)), "x.npy: holds id -1, .* ends at 256"),
     "tokens for a bpe": data(
         "--tokenizer-name=bpe --train-data=x.bin",
         "--tokenizer-name bpe: x.bin holds ids already",

@@ -3,6 +3,7 @@
 Snapshots that are none, or strange; places where none can lie; and the scripts that read them.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,14 @@ TAKEN: dict[str, tuple[str, str, dict[str, Write]]] = {  # flags, what is said, 
         *("--resume --checkpoint-path=run.best.pt", "is another run's second file; copy it"),
         {"run.best.pt": GOOD},
     ),
+    **{
+        f"a pipe as {name}": ("", f"path: {name} is there and is no file", {name: os.mkfifo})
+        for name in ("run.pt", "run.prev.pt", "run.best.pt", "run.metrics.jsonl", "run.lock")
+    },
+    "a link to nothing": (
+        *("", "run.pt is there and is no file"),
+        {"run.pt": lambda path: path.symlink_to("gone.pt")},
+    ),
     "one log for two": (
         "--checkpoint-path=run.ckpt",
         "share its files with run.pt",
@@ -140,8 +149,8 @@ GENERATE: dict[str, tuple[str, str, Write]] = {  # flags, what is said, run.pt
     "a folder": ("", "cannot read run.pt.config.json: No such", Path.mkdir),
     "code": ("", PLAIN, CODE),
     "a config without sense": ("", NO_MODEL, altered("config", "n_heads", to="2")),
-    "no tokenizer": ("", NO_MODEL, altered("tokenizer", to={})),
-    "sparse weights": ("", "no plain tensor", altered(*BIAS, to=torch.Tensor.to_sparse)),
+    "no tokenizer": ("", STRANGE, altered("tokenizer", to={})),
+    "sparse weights": ("", STRANGE, altered(*BIAS, to=torch.Tensor.to_sparse)),
     "whole numbers": ("", "run.pt holds torch.int32", altered(*BIAS, to=torch.Tensor.int)),
     "giant sizes": ("", NO_MODEL, altered("config", "d_ff", to=2**61)),
     "a size with a point": ("", NO_MODEL, altered("config", "d_ff", to=64.0)),

@@ -24,6 +24,11 @@ HALVES, NARROWED = ("attention", "feed_forward"), "self.down_project(self.up_pro
 ALL = "return self.add_residuals(x, lambda x: self.attention(x, kv_cache), self.feed_forward)"
 INIT = "        self.init_weights()\n"
 BLOCK = "Block(config) for _ in range(config.n_layers)"
+MLP_OF_BLOCK = "        self.mlp = MLP(config)\n"
+SPLIT, C_ATTN = "C = qkv.size(0), qkv.size(1), qkv.size(2) // 3", "3 * config.d_model)"
+START = "        has_dropout = self.config.dropout > 0\n"
+ENTER = "            layer_cache = None if kv_cache is None else kv_cache.setdefault(i, [])\n"
+LEAVE = "        x = self.ln_f(x)\n"
 
 
 def of_document(*names: str) -> dict[str, list[tuple[str, str]]]:
@@ -88,6 +93,57 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             "            for i in range(config.n_layers)",
         ),
     ],
+    "gain": [  # a parameter of the block itself (of whole vector registers: see `steps`)
+        (
+            MLP_OF_BLOCK,
+            MLP_OF_BLOCK + "        self.gain = nn.Parameter(torch.linspace(1, 2, 64))\n",
+        ),
+        (
+            ADD,
+            ADD.replace("dropout(f", "dropout(self.gain[1] * f").replace(
+                "self.dropout(a", "self.gain[0] * self.dropout(a"
+            ),
+        ),
+    ],
+    "scalar": [
+        (MLP_OF_BLOCK, MLP_OF_BLOCK + "        self.gain = nn.Parameter(torch.tensor(0.5))\n"),
+        (ADD, ADD.replace("self.dropout(", "self.gain * self.dropout(")),
+    ],
+    "unused": [(WIDEN, "return self.mlp.c_fc(x)")],
+    "shared": [(f"nn.ModuleList({BLOCK})", "nn.ModuleList([Block(config)] * config.n_layers)")],
+    "gated_attention": [
+        (C_ATTN, "4 * config.d_model)"),
+        (SPLIT, SPLIT.replace("3", "4")),
+        ("q, k, v = (", "q, k, v, gate = ("),
+        ("return y.transpose(1, 2)", "return (y * gate.sigmoid()).transpose(1, 2)"),
+    ],
+    "grouped_queries": [  # half as many heads of keys and values
+        (C_ATTN, "2 * config.d_model)"),
+        (SPLIT, SPLIT.replace("3", "2")),
+        ("qkv.split(C, dim=2)", "qkv.split([C, C // 2, C // 2], dim=2)"),
+        (ATTENDED, ATTENDED[:-1] + ", enable_gqa=True)"),
+    ],
+    "alibi": [  # heads are counted; relative positions
+        (
+            "        y = F.scaled_dot",
+            "        S = k.size(2)\n"
+            "        far = torch.arange(S) - torch.arange(S - T, S)[:, None]\n"
+            "        slopes = 2.0 ** -torch.arange(1, q.size(1) + 1).view(-1, 1, 1)\n"
+            "        bias = (slopes * far).masked_fill(far > 0, -math.inf).to(q.dtype)\n"
+            "        y = F.scaled_dot",
+        ),
+        (ATTENDED, "attn_mask=bias)"),
+    ],
+    "first_stream": [  # another argument of a block
+        ("policy: Any = None) -> Tensor:\n", "x0: Any = 0.0, policy: Any = None) -> Tensor:\n"),
+        (
+            "        if policy is not None:\n",
+            "        x = x + 0.1 * x0\n        if policy is not None:\n",
+        ),
+        (START, START + "        x0 = x\n"),
+        ("checkpoint(block, x, ", "checkpoint(block, x, None, x0, "),
+        ("block(x, layer_cache)", "block(x, layer_cache, x0)"),
+    ],
     "two_tables": [  # an additional embedding table, of the ids modulo 7
         (TABLE, TABLE + "\n        self.pair_embedding = nn.Embedding(7, config.d_model)"),
         (SUM, SUM[:-1] + " + self.pair_embedding(input_ids % 7))"),
@@ -101,12 +157,17 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
     "other_words": [  # the same function with other operators: only rounding differs
         (QKV, "return self.ln_1(x) @ self.attn.c_attn.weight.T + self.attn.c_attn.bias"),
     ],
-    "buffer": [
-        (
-            INIT,
-            INIT + "        self.register_buffer('angles', torch.ones(3), persistent=False)\n",
-        )
-    ],
+    # Tensors whose values would be lost.
+    **{
+        name: [(INIT, f"{INIT}        self.{line}\n")]
+        for name, line in {
+            "buffer": "register_buffer('angles', torch.ones(3), persistent=False)",
+            "attribute": "angles = torch.ones(3)",
+            "empty": "angles = nn.Parameter(torch.empty(3))",
+            "prelu": "angles = nn.PReLU()",
+            "tied": "ln_f.bias = self.blocks[0].ln_1.bias",
+        }.items()
+    },
     "asks_a_number": [  # reads a value of a tensor; fake tensors have no values
         (SUM, SUM + "\n        x = x if x.sum() < 1e9 else -x"),
     ],
@@ -117,6 +178,7 @@ FOLLOWED = [*CHANGES][: [*CHANGES].index("wide_positions")]
 FINER = "cheap selective mlp attn qkv sdpa mlp:1,cheap cheap+offload"
 # Policies that replay most of a block.
 REPLAYED = "selective qkv sdpa full full/2 full/2+nested full+offload"
+GROUPS = "full/2 full/2+nested"
 # With these changes some policies compute other results than `none`. The trainers refuse these
 # policies. Name of a change -> (policies that are refused without dropout, policies that are
 # refused with dropout, [(lines of model.py, their replacement)])
@@ -141,6 +203,34 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
             ("feed_forward(x))\n", "feed_forward(self.ln_2(x)))\n"),
         ],
     ),
+    "guarded": (  # a line of the block that policies do not run
+        FINER,
+        FINER,
+        [(ALL, f"x = 0.9 * x\n        {ALL}")],
+    ),
+    # Changes of the loop of MiniGPT.forward, of which a group is one call.
+    **{
+        name: (GROUPS, GROUPS, changes)
+        for name, changes in {
+            "skips": [  # U-Net
+                (START, START + "        skips, n = [], len(self.blocks)\n"),
+                (ENTER, ENTER + "            x = x + skips.pop() if i >= n - n // 2 else x\n"),
+                (LEAVE, f"            skips += [x] if i < n // 2 else []\n{LEAVE}"),
+            ],
+            "embedding_in_each_block": [
+                (START, START + "        x0 = x\n"),
+                (ENTER, ENTER + "            x = x + 0.1 * x0\n"),
+            ],
+            "depth_scale": [(LEAVE, f"            x = x * (1 + 0.1 * i)\n{LEAVE}")],
+            "layer_drop": [
+                (
+                    ENTER,
+                    f"{ENTER}            if self.training and torch.rand(()) < 0.3:\n"
+                    "                continue\n",
+                ),
+            ],
+        }.items()
+    },
     # Changes that draw random numbers. Some replays do not draw the same numbers again.
     "own_dropout": (
         REPLAYED,
@@ -172,10 +262,10 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
     ),
     # Changes that keep a state. A replay changes the state a second time.
     "counter": (
-        f"cheap mlp {REPLAYED}",
-        f"cheap mlp {REPLAYED}",
+        f"{FINER} {REPLAYED}",
+        f"{FINER} {REPLAYED}",
         [
-            ("        self.mlp = MLP(config)\n", "        self.mlp, self.n = MLP(config), 0\n"),
+            (MLP_OF_BLOCK, f"{MLP_OF_BLOCK}        self.n = 0\n"),
             (NARROW, f"self.n += 1\n        return self.mlp.c_proj(self.n * {ACTIVATION})"),
         ],
     ),

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
 from unittest.mock import patch
@@ -25,6 +25,7 @@ import torch
 import train_minimal
 import trainer.plan
 import trainer.setup
+from model import MiniGPTConfig
 from trainer.device import MemoryBudget
 from trainer.flags import build_parser, resolve_defaults
 from trainer.process import OneProcess
@@ -247,11 +248,14 @@ def plan_nothing() -> None:
         way = process.gradients_persist, process.world_size, process.shard_degree, process.sp_degree
         what = args, config.vocab_size, process.device, precision, MemoryBudget(None, "cpu"), None
         asked = trainer.plan.PlanRequest(*what, *way)
-        return trainer.plan.MemoryPlan(
-            config, "not predicted", None, partial(trainer.plan.step_with_deeper_recompute, asked)
-        )
+        return trainer.plan.MemoryPlan(config, "not predicted", None, policies_of(asked, config))
 
     trainer.setup.plan_memory = plan
+
+
+def policies_of(request: trainer.plan.PlanRequest, config: MiniGPTConfig) -> Iterator:
+    """Yield `deeper_policies`. Plan them only if memory runs out."""
+    yield from trainer.plan.deeper_policies(request, config.recompute)
 
 
 def snapshot(path: Path) -> dict:

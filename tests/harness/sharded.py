@@ -40,8 +40,9 @@ from model import MiniGPT, MiniGPTConfig  # noqa: E402
 from train_ddp import DDPProcess  # noqa: E402
 from train_fsdp import FSDPProcess  # noqa: E402
 from train_sp import SPProcess  # noqa: E402
+from trainer.check_model import check_model, make_model_without_memory  # noqa: E402
 from trainer.clocks import LiveStorages  # noqa: E402
-from trainer.flags import build_parser, resolve_defaults  # noqa: E402
+from trainer.flags import UsageError, build_parser, resolve_defaults  # noqa: E402
 from trainer.optimizer import make_optimizer  # noqa: E402
 from trainer.process import OneProcess  # noqa: E402
 from trainer.torchrun import main_and_exit  # noqa: E402
@@ -50,10 +51,10 @@ from trainer.torchrun import main_and_exit  # noqa: E402
 def new_model(
     process: OneProcess, config: MiniGPTConfig, dtype: torch.dtype = torch.float32
 ) -> MiniGPT:
-    with torch.device("meta"):
-        model = MiniGPT(config).to(dtype)
+    torch.manual_seed(0)
+    model = make_model_without_memory(config).to(dtype)
     with (
-        patch.object(MiniGPT, "to_empty", no_whole_model)
+        patch.object(OneProcess, "allocate_parameters", no_whole_model)
         if process.shard_degree > 1
         else nullcontext()
     ):
@@ -63,14 +64,16 @@ def new_model(
     return model
 
 
-to_empty = MiniGPT.to_empty
+allocate_parameters = OneProcess.allocate_parameters
 
 
-def no_whole_model(model: MiniGPT, *, device: torch.device) -> None:
-    """Allocate the model's memory as MiniGPT.to_empty does. Check that all weights are sharded
-    before this call, and that the memory holds only the rows of this process."""
-    assert all(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
-    to_empty(model, device=device)
+def no_whole_model(process: OneProcess, model: MiniGPT) -> None:
+    """Allocate the model's memory as OneProcess does. Check that all weights are sharded before
+    this call, and that the memory holds only the rows of this process."""
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    named = model.named_parameters()
+    assert all(p.is_meta for name, p in named if not name.endswith("gain"))
+    allocate_parameters(process, model)
     for p in model.parameters():
         rows = -(-len(p) // dist.get_world_size())
         most = p.element_size() * rows * (p.numel() // len(p))
@@ -229,18 +232,46 @@ def together(sp: SPProcess, which: str) -> str:
 # ---- changed: a model.py that its user has changed
 
 
+def accepts(process: OneProcess, recompute: str) -> bool:
+    """Return whether a trainer starts with this policy and the present MiniGPT."""
+    config = replace(SHAPE, recompute=recompute)
+    try:
+        check_model(make_model_without_memory(config), process, torch.float32)
+    except UsageError:
+        return False
+    return True
+
+
+# In these changes a gradient has three summands. FSDP adds those of a block first.
+SUMS_OF_THREE = ["skips", "embedding_in_each_block", "first_stream"]
+
+
 def changed(sp: SPProcess, *names: str) -> str:
+    """Compare each change that `check_model` accepts with one process. Print what it refuses."""
     one, ddp, fsdp = OneProcess(sp.device), DDPProcess(sp.args), FSDPProcess(sp.args)
     one.args = sp.args
     for name in names:
         put_in(name)
         ddp.buckets_are_final = False
-        expected = learn(one, {}, torch.float32, in_all=2)
-        for process in (ddp, fsdp):
-            found = learn(process, {}, torch.float32, in_all=2)
+        dtype = torch.float64 if name in SUMS_OF_THREE else torch.float32
+        expected = learn(one, {}, dtype, in_all=2)
+        for process in (ddp, fsdp, sp):
+            if not accepts(process, "none"):
+                if sp.rank == 0:
+                    print(f"refused {name} {process.script}")
+                continue
+            if process is sp:
+                policies = [policy for policy in ("cheap", "sdpa") if accepts(sp, policy)]
+                check_as_one(sp, policies, torch.float64)
+                continue
+            found = learn(process, {}, dtype, in_all=2)
+            if dtype == torch.float64 and sp.rank == 0:
+                torch.testing.assert_close(
+                    found["model"], expected["model"], rtol=1e-10, atol=1e-14
+                )
+                continue
             for part in ("model", "optimizer"):
                 assert sp.rank or same(found[part], expected[part]), f"{name}: {process.script}"
-        check_as_one(sp, ["cheap", "sdpa"], torch.float64)
     return "as one"
 
 

@@ -1,0 +1,328 @@
+"""Check at the start that the memory techniques of a run suit model.py, which its user may have
+changed.
+
+Policies call the parts of a block and have no arithmetic of their own, so they follow most changes.
+They cannot follow a loop of MiniGPT.forward that does something for each block (a group of blocks
+is one call of that loop), a line of Block.forward behind the call of the policy, or random numbers
+and counters that a recompute would draw or count again. memory/head.py has a loss of its own, and
+memory/sequence.py splits q, k and v by heads. So a small model of the same class takes a step with
+and without the techniques, and the results are compared.
+"""
+
+import copy
+import math
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from threading import Barrier
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memory import policies
+from memory.sequence import SequenceShard
+from model import DRAWN_LAYERS, MiniGPT, MiniGPTConfig
+
+from .flags import UsageError
+from .process import OneProcess
+
+CPU, FLOAT32 = torch.device("cpu"), torch.float32
+GRADIENT_OF = "the gradient of "
+N_TOKENS, N_RANKS = 8, 2  # tokens of a sequence; processes that share it
+TensorByName = dict[str, Tensor]
+
+
+# ---- a model without memory
+
+
+class EmptyOnMeta(TorchFunctionMode):
+    """Context in which torch.empty makes tensors on device "meta", where they take no memory.
+
+    torch's layers make their weights with torch.empty, and MiniGPT.init_weights draws their values.
+    Parameters that model.py makes with other functions, such as torch.ones, keep their values.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        on_meta = {"device": "meta"} if func is torch.empty else {}
+        return func(*args, **{**(kwargs or {}), **on_meta})
+
+
+def make_model_without_memory(config: MiniGPTConfig) -> MiniGPT:
+    """Return a model whose layers have their weights on device "meta".
+
+    Raises UsageError if values of another tensor would be lost when the model gets its memory.
+    """
+    with EmptyOnMeta():
+        model = MiniGPT(config)
+    seen = set[nn.Parameter]()
+    for module in model.modules():
+        tensors = {name: value for name, value in vars(module).items() if torch.is_tensor(value)}
+        for name in (*dict(module.named_buffers(recurse=False)), *tensors):
+            raise UsageError(
+                "model.py: a model gets its memory after it is made, so the numbers in the tensor "
+                f"{name} would be lost: compute them in forward"
+            )
+        for name, weight in module.named_parameters(recurse=False):
+            if weight in seen:
+                raise UsageError(f"model.py: {name} is in two modules: share one module instead")
+            if weight.is_meta != isinstance(module, DRAWN_LAYERS):
+                raise UsageError(
+                    f"model.py: the first values of {name} would be lost: make it with torch.ones, "
+                    f"torch.zeros or torch.randn, outside of {type(module).__name__}"
+                )
+            seen.add(weight)
+    return model
+
+
+# ---- comparisons
+
+
+def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> None:
+    """Compare a step of a small model with and without the techniques of `model.config`.
+
+    Under a recompute policy losses, gradients and random states must be equal to the bit. The loss
+    in chunks, the MLP in chunks and a shared sequence (train_sp.py) must be equal up to rounding.
+    The small model has all layers and heads, but few channels, tokens and words. `precision`: dtype
+    of autocast; float32: no autocast. `model` may be on device "meta", and does not change.
+
+    Raises UsageError, which names the difference and a remedy.
+    """
+    on_gpu, state = process.device.type == "cuda", random.getstate()
+    # On a GPU the fused attention kernels add in an order that varies from run to run.
+    backend = sdpa_kernel(SDPBackend.MATH) if on_gpu else nullcontext()
+    with torch.random.fork_rng([process.device] if on_gpu else []), torch.enable_grad(), backend:
+        try:
+            compare_steps(model, process, precision)
+        finally:
+            random.setstate(state)
+
+
+def compare_steps(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> None:
+    """Make the comparisons of `check_model`. This changes random states."""
+    config, alone = small_config_and_step(model.config)
+    plain = replace(config, recompute="none", mlp_chunks=1)
+    if wrong := first_difference(alone, small_step(plain), close_to(alone)):
+        raise UsageError(
+            f"embed or head_loss of model.py computes other results than memory/head.py ({wrong}): "
+            "for head_loss use --loss-chunks 1; for embed move the change to MiniGPT.forward"
+        )
+    if process.world_size > 1:
+        check_for_several_processes(model, process, plain, alone)
+    if config.mlp_chunks != 1 and (
+        wrong := first_difference(alone, partial(small_step, config), close_to(alone))
+    ):
+        raise UsageError(
+            f"--mlp-chunks: the MLP half of model.py looks at other tokens ({wrong}): use "
+            "--mlp-chunks 1"
+        )
+    if config.recompute == "none":
+        return
+    step = partial(small_step, device=process.device, precision=precision)
+    policy = replace(plain, recompute=config.recompute)
+    if wrong := first_difference(step(plain), partial(step, policy), torch.equal):
+        raise UsageError(
+            f"--use-activation-checkpoint {config.recompute}: model.py computes other results with "
+            f"this policy than without ({wrong}); see docs/change.md, or use the policy none"
+        )
+
+
+def check_for_several_processes(
+    model: MiniGPT, process: OneProcess, plain: MiniGPTConfig, alone: TensorByName
+) -> None:
+    """Raise UsageError if model.py does not work with the processes of DDP, FSDP or train_sp.py.
+
+    `plain`: config of the small model. `alone`: its step without techniques, in one process.
+    """
+    with ValueReads() as reads:
+        drawn = small_step(plain)["what Python draws next"]
+    if reads.read or drawn.item() != random.Random(0).random():
+        raise UsageError(
+            "model.py: forward decides by a random number or by the value of a tensor, and each "
+            "process could decide otherwise: train_minimal.py can train it"
+        )
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    unused = [name for name in names if GRADIENT_OF + name not in alone]
+    if process.gradients_persist and unused:
+        raise UsageError(
+            f"model.py: {unused[0]} gets no gradient, for which DDP would wait: remove it, or use "
+            "train_fsdp.py"
+        )
+    if process.shard_degree == 1:
+        return
+    each = [weight for block in model.blocks for weight in block.parameters()]
+    if len({*each}) < len(each):
+        raise UsageError("model.py: blocks share weights, which FSDP cannot shard: train_ddp.py")
+    if scalars := [name for name, weight in model.named_parameters() if weight.dim() == 0]:
+        raise UsageError(f"model.py: FSDP cannot shard the number {scalars[0]}: give it shape (1,)")
+    if process.sp_degree == 1:
+        return
+    ours = replace(plain, dropout=0.0)
+    expected = losses_and_gradients(*(whole := small_model_and_batch(ours)), whole[0])
+    if wrong := first_difference(expected, partial(shared_step, ours), close_to(expected)):
+        raise UsageError(
+            f"model.py computes other results if processes share each sequence ({wrong}): mix "
+            "tokens only in Attention.attend, which gets some of the heads; or use train_fsdp.py"
+        )
+
+
+class ValueReads(TorchDispatchMode):
+    """Context that notes in `read` whether Python reads the value of a tensor."""
+
+    read = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.read |= func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def first_difference(
+    expected: TensorByName,
+    found: TensorByName | Callable[[], TensorByName],
+    same: Callable[[Tensor, Tensor], bool],
+) -> str:
+    """Return "NAME differs" for the first tensor that is not the `same` in both, or the error of
+    the call that should compute `found`; "" if there is no difference."""
+    try:
+        found = found() if callable(found) else found
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    for name in dict.fromkeys([*expected, *found]):
+        if not (name in expected and name in found and same(expected[name], found[name])):
+            return f"{name} differs"
+    return ""
+
+
+def close_to(expected: TensorByName) -> Callable[[Tensor, Tensor], bool]:
+    """Return a function that compares two tensors up to the rounding of float32."""
+    largest = max(tensor.abs().max().item() for tensor in expected.values())
+    return partial(torch.allclose, rtol=1e-4, atol=1e-5 * largest)
+
+
+# ---- steps of a small model
+
+
+def small_config_and_step(config: MiniGPTConfig) -> tuple[MiniGPTConfig, TensorByName]:
+    """Return the config of the small model, and its step without any technique.
+
+    The small model has few channels. If model.py cannot have so few, because it names a number of
+    channels, the small model has as many as `config`.
+    """
+    n_tokens = 2 * policies.CHUNK_MULTIPLE if config.mlp_chunks != 1 else N_TOKENS
+    few = replace(
+        config,
+        vocab_size=min(64, config.vocab_size),
+        max_position_embeddings=min(n_tokens, config.max_position_embeddings),
+        mlp_chunks=min(config.mlp_chunks or 2, 2),
+    )
+    d_model = min(8, config.d_model // config.n_heads) * config.n_heads
+    narrow = replace(few, d_model=d_model, d_ff=math.ceil(config.d_ff * d_model / config.d_model))
+    try:
+        return narrow, small_step(replace(narrow, recompute="none"), techniques=False)
+    except Exception:
+        return few, small_step(replace(few, recompute="none"), techniques=False)
+
+
+def small_step(
+    config: MiniGPTConfig,
+    device: torch.device = CPU,
+    precision: torch.dtype = FLOAT32,
+    techniques: bool = True,
+) -> TensorByName:
+    """Return the losses and gradients of a step, and the random numbers that would be drawn next.
+
+    `techniques`: use `embed` and `head_loss` of memory/head.py instead of those of model.py.
+    """
+    model, ids, labels = small_model_and_batch(config, device)
+    if not techniques:
+        for name in ("embed", "head_loss"):
+            setattr(model, name, getattr(model, name).keywords["plain"])
+    before = numbers_of_modules(model)
+    torch.manual_seed(0)
+    random.seed(0)
+    results = losses_and_gradients(model, ids, labels, model, precision)
+    if numbers_of_modules(model) != before:
+        raise UsageError(
+            "model.py: forward counts in an attribute, which no snapshot has: a resumed run, or "
+            "more processes, would train another model"
+        )
+    return {
+        **results,
+        "what torch draws next": torch.rand((), device=device),
+        "what Python draws next": torch.tensor(random.random(), dtype=torch.float64),
+    }
+
+
+def numbers_of_modules(model: MiniGPT) -> list[dict[str, Any]]:
+    """Return the attributes of each module that are numbers."""
+    attributes = map(vars, model.modules())
+    return [{k: v for k, v in of_one.items() if type(v) in (int, float)} for of_one in attributes]
+
+
+def small_model_and_batch(
+    config: MiniGPTConfig, device: torch.device = CPU
+) -> tuple[MiniGPT, Tensor, Tensor]:
+    """Return a model with random weights, ids and labels, both (2, T). One label is ignored."""
+    torch.manual_seed(0)
+    model = MiniGPT(config).train()
+    for weight in model.parameters():  # no weight is 0 or 1, so each has an effect
+        weight.data.add_(0.1 * torch.randn_like(weight))
+    ids = torch.arange(2 * config.max_position_embeddings).view(2, -1) % config.vocab_size
+    return model.to(device), ids.to(device), ids.where(ids > 0, -100).to(device)
+
+
+def losses_and_gradients(
+    model: MiniGPT,
+    ids: Tensor,
+    labels: Tensor,
+    forward: Callable[[Tensor, Tensor], Tensor],
+    precision: torch.dtype = FLOAT32,
+) -> TensorByName:
+    """Run `forward` and backward of two micro-batches; return the losses and the gradients that
+    exist."""
+    losses, amp = [], precision != FLOAT32
+    for batch in (ids, ids.flip(0)):
+        with torch.autocast(ids.device.type, precision if amp else None, amp, cache_enabled=False):
+            losses.append(forward(batch, labels))
+        losses[-1].backward()
+    gradients = {GRADIENT_OF + name: weight.grad for name, weight in model.named_parameters()}
+    losses_by_name = {f"loss {i}": loss.detach() for i, loss in enumerate(losses)}
+    return losses_by_name | {name: g for name, g in gradients.items() if g is not None}
+
+
+def shared_step(config: MiniGPTConfig) -> TensorByName:
+    """Return the losses and gradients of a step of train_sp.py, whose N_RANKS processes are threads
+    here."""
+    model, ids, labels = small_model_and_batch(config)
+    barrier, sent = Barrier(N_RANKS, timeout=10), [[]] * N_RANKS
+
+    def all_to_all(rank: int, x: Tensor, send_sizes: list[int], _: list[int]) -> Tensor:
+        sent[rank] = x.split(send_sizes)
+        barrier.wait()
+        received = torch.cat([parts[rank] for parts in sent])
+        barrier.wait()
+        return received
+
+    def run(rank: int) -> TensorByName:
+        mine, counted = copy.deepcopy(model), labels != -100
+        shard = SequenceShard(rank, N_RANKS, config.n_heads, partial(all_to_all, rank))
+        shard.wrap_attention(mine)
+        tokens = shard.start_sharding(ids.size(1))
+        share = counted[:, tokens].sum() / counted.sum()  # the mean loss counts these labels
+
+        def forward(ids: Tensor, labels: Tensor) -> Tensor:
+            return share * mine(ids[:, tokens], labels[:, tokens], start=tokens.start)
+
+        return losses_and_gradients(mine, ids, labels, forward)
+
+    with ThreadPoolExecutor(N_RANKS) as pool:
+        of_ranks = [*pool.map(run, range(N_RANKS))]
+    return {name: sum(results[name] for results in of_ranks) for name in of_ranks[0]}
