@@ -121,9 +121,12 @@ def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
             raise
     if run.stop_signal and (run.step < args.num_steps or run.unlogged_record):
         after = f"{signal.Signals(run.stop_signal).name} after step {run.step:,}"
-        note = " (torchrun's traceback below is no crash)"
-        saved = "saved" + note * ("TORCHELASTIC_RUN_ID" in os.environ)
-        say(f"stopped  {after}: {saved}; go on with --resume: {resume_command(run)}")
+        note = (
+            " (torchrun's traceback below is no crash)"
+            if "TORCHELASTIC_RUN_ID" in os.environ
+            else ""
+        )
+        say(f"stopped  {after}: saved{note}; go on with --resume: {resume_command(run)}")
         return 128 + run.stop_signal
     if not math.isfinite(record["val_loss"]):
         raise NotFinite(
