@@ -21,20 +21,16 @@ if not __package__:  # python scripts/export_hf.py: the packages are one folder 
 
 import json
 import shlex
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from data import Tokenizer
 from data.tokenizer import EOT_TEXT
 from data.tokenizer_json import to_json
 from model import MiniGPTConfig
-from planner.formulas import count_parameters
 from scripts import add_snapshot, cli_main
 from trainer.flags import OneLineParser, UsageError, to_argv
 from trainer.pretrained import (
@@ -42,21 +38,13 @@ from trainer.pretrained import (
     MINIGPT_TO_TRANSFORMERS,
     SUPPORTED_GPT2_SETTINGS,
     Pretrained,
+    computes_gpt2,
     import_safetensors,
     open_pretrained,
     renamed_and_transposed,
 )
 from trainer.report import describe_model
 from trainer.snapshot import SaveError
-
-LAYER = {  # parameter prefix in nn.TransformerEncoderLayer -> prefix in model.py's Block
-    "self_attn.in_proj_": "attn.c_attn",
-    "self_attn.out_proj.": "attn.c_proj",
-    "linear1.": "mlp.c_fc",
-    "linear2.": "mlp.c_proj",
-    "norm1.": "ln_1",
-    "norm2.": "ln_2",
-}
 
 
 def their_sizes(config: MiniGPTConfig) -> dict[str, Any]:
@@ -94,51 +82,9 @@ def command_to_go_on(folder: str) -> str:
     return shlex.join(["python", "train_minimal.py", *to_argv({"init_from": folder})])
 
 
-def gpt2_logits(weights: dict[str, Tensor], config: MiniGPTConfig, ids: Tensor) -> Tensor:
-    """Compute GPT-2's logits (B, T, V) for ids (B, T) from a MiniGPT's weights, with torch's own
-    layers. Raises KeyError or RuntimeError if the weights are not those of a GPT-2."""
-    T, embedding = ids.size(1), weights["token_embedding.weight"]
-    x = embedding[ids] + weights["position_embedding.weight"][:T]  # (B, T, C)
-    layer = nn.TransformerEncoderLayer(
-        config.d_model,
-        config.n_heads,
-        config.d_ff,
-        dropout=0.0,
-        activation=partial(F.gelu, approximate="tanh"),
-        batch_first=True,
-        norm_first=True,
-    )
-    mask = nn.Transformer.generate_square_subsequent_mask(T)
-    for i in range(config.n_layers):
-        layer.load_state_dict(
-            {
-                theirs + kind: weights[f"blocks.{i}.{ours}.{kind}"]
-                for theirs, ours in LAYER.items()
-                for kind in ("weight", "bias")
-            }
-        )
-        x = layer(x, mask, is_causal=True)
-    x = F.layer_norm(x, x.shape[-1:], weights["ln_f.weight"], weights["ln_f.bias"])
-    return F.linear(x, embedding)
-
-
-@torch.no_grad()
 def check_is_gpt2(source: Pretrained) -> None:
-    """Raise UsageError unless model.py with these weights computes GPT-2.
-
-    model.py computes GPT-2 if the tensors have GPT-2's names and shapes, and if the logits of some
-    tokens agree with those of `gpt2_logits`.
-    """
-    config, model = source.config, source.make_model_with_weights(torch.device("cpu"))
-    weights = {name: weight.float() for name, weight in source.weights.items()}
-    ids = torch.arange(min(64, config.max_position_embeddings))[None] % config.vocab_size
-    try:
-        ours, theirs = model(ids), gpt2_logits(weights, config, ids)
-        is_gpt2 = (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
-    except (KeyError, RuntimeError):  # a tensor is missing, or has another shape
-        is_gpt2 = False
-    n_parameters = sum(weight.numel() for weight in weights.values())  # larger with an extra tensor
-    if not is_gpt2 or n_parameters != count_parameters(config):
+    """Raise UsageError unless model.py with these weights computes GPT-2."""
+    if not computes_gpt2(source.make_model_with_weights(torch.device("cpu"))):
         raise UsageError(
             f"{source.path}: with model.py as it is, this is no GPT-2; transformers would compute "
             "other logits, so it is not exported"

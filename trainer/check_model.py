@@ -12,7 +12,7 @@ and without the techniques, and the results are compared.
 import copy
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -231,6 +231,11 @@ def small_config_and_step(config: MiniGPTConfig) -> tuple[MiniGPTConfig, TensorB
         return few, small_step(replace(few, recompute="none"), techniques=False)
 
 
+def make_small_model(config: MiniGPTConfig) -> MiniGPT:
+    """Return the small model of a config, with random weights, on the CPU."""
+    return small_model_and_batch(small_config_and_step(config)[0])[0]
+
+
 def small_step(
     config: MiniGPTConfig,
     device: torch.device = CPU,
@@ -302,7 +307,8 @@ def shared_step(config: MiniGPTConfig) -> TensorByName:
     """Return the losses and gradients of a step of train_sp.py, whose N_RANKS processes are threads
     here."""
     model, ids, labels = small_model_and_batch(config)
-    barrier, sent = Barrier(N_RANKS, timeout=10), [[]] * N_RANKS
+    barrier = Barrier(N_RANKS, timeout=10)
+    sent: list[Sequence[Tensor]] = [()] * N_RANKS
 
     def all_to_all(rank: int, x: Tensor, send_sizes: list[int], _: list[int]) -> Tensor:
         sent[rank] = x.split(send_sizes)
@@ -325,4 +331,5 @@ def shared_step(config: MiniGPTConfig) -> TensorByName:
 
     with ThreadPoolExecutor(N_RANKS) as pool:
         of_ranks = [*pool.map(run, range(N_RANKS))]
-    return {name: sum(results[name] for results in of_ranks) for name in of_ranks[0]}
+    stacked = {name: torch.stack([one[name] for one in of_ranks]) for name in of_ranks[0]}
+    return {name: tensors.sum(0) for name, tensors in stacked.items()}

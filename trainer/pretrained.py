@@ -11,17 +11,20 @@ import argparse
 import json
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data import DataError, Tokenizer
 from data.tokenizer import errors_as_data_errors, load_tokenizer
 from data.tokenizer_json import read_folder
 from model import MiniGPT, MiniGPTConfig
+from planner.formulas import count_parameters
 
 from .flags import MAX_SIZES, UsageError, flag, is_valid_model_size
 from .optimizer import ShardLikeFn
@@ -29,6 +32,62 @@ from .snapshot import LoadedSnapshot, SnapshotError, check_shapes, peek, read_sn
 
 # Fields (flags, too) whose values come from the config of the weights.
 SHAPE_FIELD_NAMES = "n_layers n_heads d_model d_ff max_position_embeddings".split()
+
+
+# ---- the arithmetic of GPT-2
+
+LAYER = {  # parameter prefix in nn.TransformerEncoderLayer -> prefix in model.py's Block
+    "self_attn.in_proj_": "attn.c_attn",
+    "self_attn.out_proj.": "attn.c_proj",
+    "linear1.": "mlp.c_fc",
+    "linear2.": "mlp.c_proj",
+    "norm1.": "ln_1",
+    "norm2.": "ln_2",
+}
+
+
+def gpt2_logits(weights: dict[str, Tensor], config: MiniGPTConfig, ids: Tensor) -> Tensor:
+    """Compute GPT-2's logits (B, T, V) for ids (B, T) from a MiniGPT's weights, with torch's own
+    layers. Raises KeyError or RuntimeError if the weights are not those of a GPT-2."""
+    T, embedding = ids.size(1), weights["token_embedding.weight"]
+    x = embedding[ids] + weights["position_embedding.weight"][:T]  # (B, T, C)
+    layer = nn.TransformerEncoderLayer(
+        config.d_model,
+        config.n_heads,
+        config.d_ff,
+        dropout=0.0,
+        activation=partial(F.gelu, approximate="tanh"),
+        batch_first=True,
+        norm_first=True,
+    )
+    mask = nn.Transformer.generate_square_subsequent_mask(T)
+    for i in range(config.n_layers):
+        layer.load_state_dict(
+            {
+                theirs + kind: weights[f"blocks.{i}.{ours}.{kind}"]
+                for theirs, ours in LAYER.items()
+                for kind in ("weight", "bias")
+            }
+        )
+        x = layer(x, mask, is_causal=True)
+    x = F.layer_norm(x, x.shape[-1:], weights["ln_f.weight"], weights["ln_f.bias"])
+    return F.linear(x, embedding)
+
+
+@torch.no_grad()
+def computes_gpt2(model: MiniGPT) -> bool:
+    """Return whether a model on the CPU computes GPT-2: its tensors have GPT-2's names and shapes,
+    and its logits of some tokens agree with those of `gpt2_logits`."""
+    config = model.config
+    weights = {name: weight.float() for name, weight in model.state_dict().items()}
+    ids = torch.arange(min(64, config.max_position_embeddings))[None] % config.vocab_size
+    try:
+        ours, theirs = model.eval()(ids), gpt2_logits(weights, config, ids)
+    except (KeyError, RuntimeError):  # a tensor is missing, or has another shape
+        return False
+    n = sum(weight.numel() for weight in weights.values())  # larger with an extra tensor
+    is_close = (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    return bool(is_close) and n == count_parameters(config)
 
 
 # ---- a transformers folder

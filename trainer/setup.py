@@ -14,7 +14,7 @@ from data import DataError, Dataset, Tokenizer, TrainBatches, ValBatches, load_d
 from model import MiniGPTConfig
 
 from . import resume
-from .check_model import check_model, make_model_without_memory
+from .check_model import check_model, make_model_without_memory, make_small_model
 from .clocks import make_clock
 from .device import check_compiler, choose_precision, compile_blocks, set_matmul_precision
 from .flags import (
@@ -34,7 +34,7 @@ from .metrics import (
 )
 from .optimizer import make_optimizer
 from .plan import MemoryPlan, plan_memory, vocab_size_of
-from .pretrained import Pretrained, SnapshotOrPretrained, open_init_from
+from .pretrained import Pretrained, SnapshotOrPretrained, computes_gpt2, open_init_from
 from .process import OneProcess
 from .report import describe_run
 from .run import Run
@@ -148,6 +148,12 @@ def build_run(
         snapshot_metadata["run"] = resumed.state.get("run")
     check = partial(check_model, model, process, precision)
     process.run_on_all_ranks(check)  # (each rank may have its own policy)
+    if isinstance(origin, Pretrained) and os.path.isdir(origin.path) and process.rank == 0:
+        if not computes_gpt2(make_small_model(plan.config)):
+            process.print0(
+                f"warning  --init-from {origin.path}: model.py computes "
+                "something else than GPT-2 with these weights"
+            )
     if args.compile:
         process.run_on_all_ranks(lambda: check_compiler(device))
     held_lock = process.run_on_rank0_only(lambda: claim(args.checkpoint_path, resumed))
