@@ -83,10 +83,8 @@ def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
 
 def label_of(name: str, records: Records) -> str:
     """Return the legend's text of a run: "minigpt_single: peak 3.2 GiB (cuda)"."""
-    peaks = points(records, "peak_memory_bytes")[1]
-    if not len(peaks):
-        return name
-    return f"{name}: peak {format_bytes(max(peaks))} ({records[-1].get('peak_memory_kind')})"
+    peak, kind = max(points(records, "peak_memory_bytes")[1], default=None), "peak_memory_kind"
+    return f"{name}: peak {format_bytes(peak)} ({records[-1].get(kind)})" if peak else name
 
 
 def draw_run(
