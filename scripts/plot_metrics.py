@@ -38,7 +38,7 @@ COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 LINES = ["-", "-.", ":"]  # line style of the first seven runs, of the next seven, ...
 LONG = 30  # log lines; shorter runs get no average
 PANELS = {  # title -> keys of the records for training and for validation
-    "Loss in nats per token (dashed: validation)": ("train_loss", "val_loss"),
+    "Loss in nats per token (circles: validation)": ("train_loss", "val_loss"),
     "Speed in tokens per second": ("tokens_per_s", ""),
 }
 
@@ -103,9 +103,10 @@ def draw_run(
         axis.plot(steps, values, **look, linewidth=0.6, alpha=0.35)
         values = np.convolve(values, np.full(window, 1 / window), "valid")
         steps = steps[(window - 1) // 2 :][: len(values)]
-    marker = "." if len(steps) == 1 else ""  # a single point draws no line
+    # The log lines of a short run may be at uneven steps. So mark each.
+    marker = "." if len(steps) < LONG else ""
     axis.plot(steps, values, **look, linewidth=1.5, marker=marker, label=label)
-    dashed = look | {"linestyle": "--", "marker": "o", "markersize": 4}
+    dashed = look | {"linestyle": "--", "marker": "o", "markersize": 6, "markerfacecolor": "w"}
     axis.plot(*points(records, validation), **dashed, linewidth=1)
     for step in points(records, "resumed_from")[1]:
         axis.axvline(step, color=look["color"], linewidth=1, linestyle=":", zorder=1)
