@@ -48,7 +48,7 @@ from planner.record import StepRecord, group_name_and_kind, read_source_line
 from planner.roofline import seconds_of_each_op
 from planner.timeline import phase_intervals
 from scripts import cli_main
-from scripts.style import COLORS, LEGEND, POLICIES, describe, relative_flops
+from scripts.style import COLORS, LEGEND, POLICIES, describe, relative_flops, step_parser
 from trainer import flags
 from trainer.flags import AUTO, output_file
 from trainer.metrics import format_bytes
@@ -70,13 +70,9 @@ WORDS = {
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the flags. Raises UsageError."""
-    parser = flags.build_parser("python -m scripts.memory_page", "unused")
-    parser.description = (
-        "Write a page to explore the memory of a training step. Takes the trainers' flags, with "
-        "the same meaning; the group 'running' has no effect."
-    )
-    add = parser.add_argument_group("page").add_argument
-    add("--out", type=output_file, default=Path("out/memory_page.html"), metavar="FILE",
+    parser = step_parser("memory_page", "Write a page to explore the memory of a training step.")
+    parser.add_argument_group("page").add_argument(
+        "--out", type=output_file, default=Path("out/memory_page.html"), metavar="FILE",
         help="the page (default: %(default)s)")  # fmt: skip
     args = parser.parse_args(argv)
     open_init_from(args)
@@ -91,7 +87,9 @@ class Labels:
     next number. (Names of operators and source lines are numbered in the same way.)"""
 
     def __init__(self) -> None:
-        self.operators, self.lines, self.storages = numbers(), numbers(), numbers()
+        self.operators, self.lines, self.storages = (
+            defaultdict[Any, int](count().__next__) for _ in range(3)
+        )
 
     def of(self, storage: Storage) -> int:
         """Return the number of a storage's label, which equal storages of other blocks share."""
@@ -105,17 +103,12 @@ class Labels:
         return self.storages[label]
 
 
-def numbers() -> defaultdict[Any, int]:
-    """Return a dict that gives each new key the next number."""
-    return defaultdict(count().__next__)
-
-
 def relative(text: str, block: int | None) -> str:
     """Replace block numbers by offsets to `block`: "blocks.4.ln_1" in block 3 becomes
     "blocks.<+1>.ln_1"."""
-    if block is None:
-        return text
-    return re.sub(r"\bblocks\.(\d+)", lambda n: f"blocks.<{int(n[1]) - block:+d}>", text)
+    if block is not None:
+        text = re.sub(r"\bblocks\.(\d+)", lambda n: f"blocks.<{int(n[1]) - block:+d}>", text)
+    return text
 
 
 def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:

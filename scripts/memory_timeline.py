@@ -40,6 +40,7 @@ from scripts.style import (
     load_pyplot,
     relative_flops,
     save_picture,
+    step_parser,
 )
 from trainer import flags
 from trainer.flags import UsageError, check_policy_string, output_file
@@ -59,11 +60,7 @@ TITLES = {  # policy -> short description for a title
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the flags. Raises UsageError."""
-    parser = flags.build_parser("python -m scripts.memory_timeline", "unused")
-    parser.description = (
-        "Draw where the memory of a training step goes. Takes the trainers' flags, with the same "
-        "meaning; the group 'running' and flags that choose a policy have no effect."
-    )
+    parser = step_parser("memory_timeline", "Draw the memory of a step with each of --policies.")
     add = parser.add_argument_group("picture").add_argument
     # fmt: off
     add("--policies", nargs="+", type=policy_or_plain, default=[*TITLES], metavar="POLICY",
@@ -93,11 +90,11 @@ def record_all(args: argparse.Namespace) -> tuple[PlanRequest, dict[str, StepRec
         raise UsageError(f"--policies: {error}") from None
 
 
-def title(name: str, step: StepMemory) -> str:
-    description = f"{name}: {TITLES[name]}" if name in TITLES else name
-    replayed = relative_flops(step.config, step.seq_len) - 1
-    cost = f", {replayed:+.0%} FLOPs" * (step.config.recompute != "none")
-    return f"{description}. Peak {format_bytes(step.peak)}{cost}"
+def title(name: str, step: StepMemory, compiled: bool) -> str:
+    replayed = relative_flops(step.config, step.seq_len, compiled) - 1
+    cost = f", {replayed:+.0%} FLOPs" if step.config.recompute != "none" else ""
+    description = f": {TITLES[name]}" if name in TITLES else ""
+    return f"{name}{description}. Peak {format_bytes(step.peak)}{cost}"
 
 
 def draw(plt: Any, request: PlanRequest, records: dict[str, StepRecord]) -> Any:
@@ -113,7 +110,7 @@ def draw(plt: Any, request: PlanRequest, records: dict[str, StepRecord]) -> Any:
         layers = [step.timeline[:, KINDS.index(kind)] / size for kind in COLORS]
         areas = axis.stackplot(x, layers, colors=COLORS.values(), step="post", linewidth=0)
         axis.plot(x[step.bytes_by_op.argmax()], step.peak / size, "v", color="black", markersize=6)
-        axis.set(title=title(name, step), ylabel=unit)
+        axis.set(title=title(name, step, request.args.compile), ylabel=unit)
         axis.set(xlim=(0, right), ylim=(0, 1.15 * max_peak / size))
         name_phases(axis, x, step)
     figure.suptitle(

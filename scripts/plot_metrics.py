@@ -38,7 +38,7 @@ COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 LINES = ["-", "-.", ":"]  # line style of the first seven runs, of the next seven, ...
 LONG = 30  # log lines; shorter runs get no average
 PANELS = {  # title -> keys of the records for training and for validation
-    "Loss in nats per token (dashed: validation)": ("train_loss", "val_loss"),
+    "Loss in nats per token (circles: validation)": ("train_loss", "val_loss"),
     "Speed in tokens per second": ("tokens_per_s", ""),
 }
 
@@ -83,10 +83,8 @@ def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
 
 def label_of(name: str, records: Records) -> str:
     """Return the legend's text of a run: "minigpt_single: peak 3.2 GiB (cuda)"."""
-    peaks = points(records, "peak_memory_bytes")[1]
-    if not len(peaks):
-        return name
-    return f"{name}: peak {format_bytes(max(peaks))} ({records[-1].get('peak_memory_kind')})"
+    peak, kind = max(points(records, "peak_memory_bytes")[1], default=None), "peak_memory_kind"
+    return f"{name}: peak {format_bytes(peak)} ({records[-1].get(kind)})" if peak else name
 
 
 def draw_run(
@@ -105,9 +103,10 @@ def draw_run(
         axis.plot(steps, values, **look, linewidth=0.6, alpha=0.35)
         values = np.convolve(values, np.full(window, 1 / window), "valid")
         steps = steps[(window - 1) // 2 :][: len(values)]
-    marker = "." if len(steps) == 1 else ""  # a single point draws no line
+    # The log lines of a short run may be at uneven steps. So mark each.
+    marker = "." if len(steps) < LONG else ""
     axis.plot(steps, values, **look, linewidth=1.5, marker=marker, label=label)
-    dashed = look | {"linestyle": "--", "marker": "o", "markersize": 4}
+    dashed = look | {"linestyle": "--", "marker": "o", "markersize": 6, "markerfacecolor": "w"}
     axis.plot(*points(records, validation), **dashed, linewidth=1)
     for step in points(records, "resumed_from")[1]:
         axis.axvline(step, color=look["color"], linewidth=1, linestyle=":", zorder=1)

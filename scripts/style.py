@@ -1,5 +1,6 @@
-"""Define the colours, labels and sizes of all pictures and of memory_page's web page. Make the
-metadata of results (`about`): the command, the device, the torch version and the date.
+"""Define the colours, labels and sizes of all pictures and of memory_page's web page, and the flags
+of both. Make the metadata of results (`about`): the command, the device, the torch version and the
+date.
 
 Only load_pyplot imports matplotlib. If matplotlib is missing, the error is one line, not a
 traceback.
@@ -10,6 +11,7 @@ import platform
 import re
 import shlex
 import time
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from model import MiniGPTConfig
 from planner.choose import UNIFORM_POLICIES
 from planner.formulas import flops_per_token
-from trainer.flags import UsageError
+from trainer.flags import UsageError, build_parser
 from trainer.plan import PlanRequest
 
 # Name of a policy in pictures and on memory_page's page -> arguments of `Planner.step`.
@@ -52,6 +54,24 @@ LEGEND = {  # kind -> "name: meaning"
 # Web pages show a picture about 830 pixels wide, whatever its own width. With this WIDTH (inches),
 # text of SMALL (points) is then 16 pixels high, like the text around the picture.
 WIDTH, SMALL = 6.4, 9
+# Flags of the trainers that change neither memory nor time of a planned step in one process.
+NO_EFFECT = set(
+    "text_key val_data val_ratio max_tokens data_seed on_out_of_memory num_steps num_tokens "
+    "num_epochs lr min_lr lr_scheduler warmup_steps weight_decay grad_clip_norm seed "
+    "compress_gradients gather_dtype log_interval eval_interval eval_tokens save_interval "
+    "save_minutes checkpoint_path resume sample_tokens log_to profile detect_anomaly".split()
+)
+
+
+def step_parser(name: str, description: str) -> ArgumentParser:
+    """Return a parser of the trainers' flags for a script that shows a planned step. --help lists
+    the flags that have an effect; the others are accepted, too, so that a user can paste the flags
+    of a run."""
+    parser = build_parser(f"python -m scripts.{name}", "unused")
+    parser.description = f"{description} Takes the trainers' flags; lists those with an effect."
+    for action in parser._actions:
+        action.help = SUPPRESS if action.dest in NO_EFFECT else action.help
+    return parser
 
 
 def describe(request: PlanRequest, batch: str = "") -> str:

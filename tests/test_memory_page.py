@@ -4,15 +4,18 @@ mouse, keys, touch, narrow, dark."""
 import json
 import math
 import re
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import fields
 
 import numpy as np
 import pytest
 
+from model import MiniGPTConfig
 from planner.choose import pick_fastest_fitting_step
 from planner.record import StepRecord, group_name_and_kind, read_source_line
-from scripts import memory_page
+from scripts import memory_page, memory_timeline
 from scripts.style import COLORS, LEGEND, POLICIES
 
 browser = pytest.mark.browser
@@ -352,3 +355,39 @@ def test_what_is_left_out_of_the_picture_is_said(monkeypatch, chunks, said):
     assert about.endswith("three of the head's 128 chunks") == said
     assert (", one of 3 micro-batches of 4 x 64 tokens, " in about) == said
     assert (", tensors may take " in about) == said != ("no budget given" in about)
+
+
+@pytest.mark.parametrize("tool", [memory_page, memory_timeline])
+def test_help_lists_what_has_an_effect(tool, monkeypatch):
+    """What is not listed, all of it typed at once, changes nothing; what is listed is read."""
+    actions, typed, read = [], [], set()
+    parse_args = ArgumentParser.parse_known_args
+
+    def note(parser, *words):
+        actions[:] = parser._actions
+        return parse_args(parser, *words)
+
+    class Noted(Namespace):
+        def __getattribute__(self, name):
+            read.add(name)
+            return super().__getattribute__(name)
+
+    def made(*words: str):
+        args = Noted(**vars(tool.parse([*FLAGS, *words])))
+        if tool is memory_page:
+            return memory_page.page_data(args)
+        request, records = tool.record_all(args)
+        steps = {name: record.step_memory for name, record in records.items()}
+        return [tool.title(*each, request.args.compile) for each in steps.items()]
+
+    monkeypatch.setattr(ArgumentParser, "parse_known_args", note)
+    plain = made()
+    listed = {action.dest for action in actions if action.help != SUPPRESS}
+    for action in actions:
+        if action.dest not in listed | {"num_tokens", "num_epochs"}:  # (one length is allowed)
+            value = [*(action.choices or ["0.5" if action.dest == "val_ratio" else "1"])][-1]
+            typed += [action.option_strings[0], *[value][: action.nargs != 0]]
+    assert made(*typed) == plain
+    elsewhere = {"help", "model", "init_from", "train_data", "tf32", "out"}
+    elsewhere |= {field.name for field in fields(MiniGPTConfig)}  # by model_config
+    assert listed - read - elsewhere == set()

@@ -131,7 +131,8 @@ def test_curves_are_written_where_git_does_not_look(plt, tmp_path, monkeypatch, 
 def test_loss_and_speed_of_each_run(plt):
     loss, speed = panels(plt, run(1), [line(3), line(6, val_loss=3.5), line(9, val_loss=3.2)])
     point, _, curve, validation = loss.lines
-    assert len(point.get_xdata()) == 1 and point.get_marker() == "."
+    assert len(point.get_xdata()) == 1 and point.get_marker() == curve.get_marker() == "."
+    assert validation.get_marker() == "o" and "circles: validation" in loss.get_title(loc="left")
     assert curve.get_xydata().tolist() == [[3, 3], [6, 5], [9, 3]]
     assert validation.get_xydata().tolist() == [[6, 3.5], [9, 3.2]]
     assert validation.get_color() == curve.get_color() != point.get_color()
@@ -143,7 +144,7 @@ def test_loss_and_speed_of_each_run(plt):
 
 def test_what_is_noisy_is_averaged(plt):
     thin, thick, _ = panels(plt, run(80))[0].lines
-    assert thin.get_linewidth() < thick.get_linewidth()
+    assert thin.get_linewidth() < thick.get_linewidth() and thick.get_marker() == ""
     assert set(thin.get_ydata()) == {3, 5} and set(thick.get_ydata()) == {4}  # four at a time
     assert thick.get_xdata()[[0, -1]].tolist() == [2, 78]  # nothing where a window is cut off
     assert set(panels(plt, run(80), smooth=1)[0].lines[0].get_ydata()) == {3, 5}
