@@ -291,6 +291,6 @@ def test_a_plan_says_which_operators_are_others_on_the_device(change, capsys):
     words = "--use-toy-data --n-layers=1 --d-model=16 --n-heads=1 --seq-len=16 --device=cuda"
     assert plan_memory.main(words.split()) == 0
     asked = make_request(parse(words))
-    words, _ = predict_and_describe_peaks(asked, OneProcess(torch.device("cpu")), asked.config)
+    words, *_ = predict_and_describe_peaks(asked, OneProcess(torch.device("cpu")), asked.config)
     for said in (capsys.readouterr().out, words):
         assert len(re.findall("^note     rms_norm .* on cuda ", said, re.M)) == 1

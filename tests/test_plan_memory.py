@@ -11,7 +11,7 @@ from harness.answers import SHAPE, ask, budget_for, question
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import CARDS, Planner
+from planner import CARDS, Planner, StepMemory
 from planner.choose import UNIFORM_POLICIES
 from planner.roofline import LINKS
 from scripts import plan_memory
@@ -153,7 +153,14 @@ def test_offload_is_taken_if_nothing_else_fits_and_what_else_there_is_is_said():
 
 
 def test_what_the_state_settles_is_answered_at_once(capsys, monkeypatch):
-    monkeypatch.setattr(Planner, "step", lambda *_, **__: pytest.fail("planned"))
+    """Of the command line itself no step is simulated; of the advice with shards some are."""
+    step = Planner.step
+
+    def of_shards(planner: Planner, *given: Any, **memory: Any) -> StepMemory:
+        assert planner.shard_degree > 1
+        return step(planner, *given, **memory)
+
+    monkeypatch.setattr(Planner, "step", of_shards)
     flags = "--use-toy-data --n-layers 48 --d-model 1600 --n-heads 25 --device cuda".split()
     assert plan_memory.main([*flags, "--memory-budget", "1GiB"]) == 0
     out = capsys.readouterr().out
@@ -249,7 +256,7 @@ def test_this_machine_is_measured(monkeypatch):
     [
         "--card H100 --n-layers 4 --d-model 64 --seq-len 128",
         "--device cpu --memory-budget 1GiB --n-layers 4",
-        "--device cuda --memory-budget 1GiB --nproc-per-node 2 --fsdp --d-model 64 --n-layers 4",
+        "--card H100 --nproc-per-node 2 --fsdp --d-model 64 --n-layers 4 --seq-len 128",
     ],
 )
 def test_what_a_run_takes_when_memory_runs_out(flags):

@@ -685,7 +685,8 @@ def policies_to_try(
     """
     (_, failed), *deeper = policies
     limit = MemoryBudget(int(share * min(failed, seen or failed)), device_type).usable_bytes or 0
-    least = min((peak for policy, peak in deeper if policy != OFFLOAD_POLICY), default=0)
+    resident = [peak for policy, peak in deeper if policy != OFFLOAD_POLICY]
+    least = min(resident or [peak for _, peak in deeper], default=0)
     return [(policy, peak) for policy, peak in deeper if peak <= max(limit, least)]
 
 
