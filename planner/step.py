@@ -334,13 +334,7 @@ class Planner:
         model, parameters = self.model, list(self.local_model.parameters())
         blocks = model.blocks[: config.n_layers]
         with self.fake:
-            # These weights have gradients before forward. (For bfloat16 weights: float32 sums.)
-            weights = self.params_with_kept_grads.union(parameters if self.shard_degree > 1 else ())
-            if not known:
-                weights |= self.params_left_out(config.n_layers)
-            self.sums = {p: torch.empty(p.shape) for p in weights if p.dtype != torch.float32}
-            for parameter in weights - self.sums.keys():
-                parameter.grad = torch.empty_like(parameter)
+            self.make_earlier_gradients(() if known else self.params_left_out(config.n_layers))
             rows = torch.zeros(batch_size, self.seq_len + 1, dtype=torch.int64)
             # As in data/batches.py: of one row, both are views of `rows`.
             batch = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -374,26 +368,41 @@ class Planner:
             if self.shard_degree > 1:
                 shard_options = self.on_cpu, self.gather_in_bfloat16, self.sums
                 add_shards(log, model, self.local_model, self.shard_degree, *shard_options)
-            log.enter_phase("optimizer")  # once in a step, however many micro-batches it has
-            if self.compress_gradients:  # bfloat16 copies, freed when the averages exist
-                copies = [cast(Tensor, parameter.grad).bfloat16() for parameter in parameters]
-                for copy in copies:
-                    log.label_storage(copy, "gradients", "gradient on its way")
-                del copies, copy
-            if known:
-                # One operator replaces the update, so storages that are freed below end after it.
-                torch.empty(1)
-            else:
-                # A GPU clips all tensors at once. By default torch would not do so on a CPU.
-                self.clip_gradients(parameters, 1.0, foreach=not self.on_cpu)
-                self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.simulate_update(log, known)
             del loss  # the trainer keeps the loss until here
         for buffer in pool.buffers:
             log.label_storage(
                 buffer, "activations", "buffer of offload", "copies wait in it for backward"
             )
         return log
+
+    def make_earlier_gradients(self, left_out: Iterable[nn.Parameter]) -> None:
+        """Make the gradients that exist before forward: of earlier micro-batches, of shards, and of
+        the weights `left_out`. (A bfloat16 weight has a float32 sum in `sums` instead.)"""
+        shards = self.local_model.parameters() if self.shard_degree > 1 else ()
+        weights = self.params_with_kept_grads.union(shards, left_out)
+        self.sums = {p: torch.empty(p.shape) for p in weights if p.dtype != torch.float32}
+        for parameter in weights - self.sums.keys():
+            parameter.grad = torch.empty_like(parameter)
+
+    def simulate_update(self, log: OpRecorder, known: FewCallSegments | None) -> None:
+        """Clip the gradients, update the weights and free the gradients, once in a step. `known`:
+        see `run_fake_step`."""
+        log.enter_phase("optimizer")
+        parameters = list(self.local_model.parameters())
+        if self.compress_gradients:  # bfloat16 copies, freed when the averages exist
+            copies = [cast(Tensor, parameter.grad).bfloat16() for parameter in parameters]
+            for copy in copies:
+                log.label_storage(copy, "gradients", "gradient on its way")
+            del copies, copy
+        if known:
+            # One operator replaces the update, so storages that are freed below end after it.
+            torch.empty(1)
+        else:
+            # A GPU clips all tensors at once. By default torch would not do so on a CPU.
+            self.clip_gradients(parameters, 1.0, foreach=not self.on_cpu)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def params_left_out(self, n: int) -> set[nn.Parameter]:
         """Return this process's weights of the blocks after the first n, which a short step leaves
