@@ -149,6 +149,18 @@ def compile_blocks(model: MiniGPT) -> None:
     model.head_loss = partial(cast(Any, model.head_loss), compiled=True)
 
 
+def import_compiler() -> None:
+    """Import torch's compiler, which torch imports at some later place in every run. There an error
+    would be hard to understand. Raises UsageError if its cache folder cannot be made."""
+    try:
+        import torch._dynamo  # noqa: F401
+    except OSError as error:
+        raise UsageError(
+            f"TORCHINDUCTOR_CACHE_DIR: torch's compiler cannot make its cache: {error}; name "
+            "a folder that can be written"
+        ) from None
+
+
 def check_compiler(device: torch.device) -> None:
     """Compile a small function. Raises UsageError if torch.compile does not work on this machine:
     it needs a C++ compiler or Triton, and a folder for its results."""

@@ -16,7 +16,13 @@ from model import MiniGPTConfig
 from . import resume
 from .check_model import check_model, make_model_without_memory, make_small_model
 from .clocks import make_clock
-from .device import check_compiler, choose_precision, compile_blocks, set_matmul_precision
+from .device import (
+    check_compiler,
+    choose_precision,
+    compile_blocks,
+    import_compiler,
+    set_matmul_precision,
+)
 from .flags import (
     UsageError,
     flag,
@@ -130,6 +136,7 @@ def build_run(
     `origin`: the snapshot or the pretrained weights from which the run starts; None: draw random
     weights. Raises the errors of `set_up_from_flags`.
     """
+    import_compiler()
     resumed = origin if isinstance(origin, LoadedSnapshot) else None
     device, precision = process.device, choose_precision(args, process.device)
     set_matmul_precision(device, args.tf32)

@@ -229,8 +229,7 @@ def load_weights_only(file: Path | BinaryIO, device: str, mmap: bool = False) ->
     """Load a file that torch.save has written, if it contains only plain data and tensors. With
     `mmap` the tensors are pages of the file."""
     # Hide torch's warnings about TorchScript and sparse tensors, which no snapshot contains.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with hidden_warnings():
         return torch.load(file, map_location=device, weights_only=True, mmap=mmap)
 
 
@@ -308,11 +307,19 @@ RECORD_TYPES: dict[str, Any] = {
 }
 
 
+@contextmanager
+def hidden_warnings() -> Iterator[None]:
+    """Context that prints no warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def find_invalid_key(state: Any, device: str) -> str | None:
     """Return the first key of RULE_BY_KEY that is missing in `state` or has a strange value; None
     if all values are valid. All tensors must be on `device`."""
     for key, is_valid in RULE_BY_KEY.items():
-        with suppress(Exception):
+        with suppress(Exception), hidden_warnings():
             if is_valid(state) and all(is_dense(leaf, device) for leaf in tree_leaves(state[key])):
                 continue
         return key
