@@ -23,14 +23,14 @@ FLOOR["data"] = FLOOR["planner"]
 # split; one of a room makes them simpler.
 ROOMS = {
     "the root": 420,
-    "memory": 488,
-    "planner": 1_012,
-    "trainer": 2_196,
-    "data": 663,
-    "scripts": 1_444,
-    "studies": 348,
-    "all without tests": 6_565,
-    "tests": 5_945,
+    "memory": 490,
+    "planner": 1_097,
+    "trainer": 2_437,
+    "data": 710,
+    "scripts": 1_431,
+    "studies": 97,
+    "all without tests": 6_677,
+    "tests": 6_391,
 }
 FILES_IN = {"trainer": 18, "scripts": 15}
 # Of a file: what is read from top to bottom, and pages.
