@@ -153,6 +153,7 @@ def simulated_seconds(request: PlanRequest) -> float:
     return seconds(timeline.op_work_table(log.ops), request.card)
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=50)
 @given(
     st.sampled_from(["--optimizer adamw", "--optimizer muon"]),
