@@ -368,7 +368,7 @@ class Planner:
             if self.shard_degree > 1:
                 shard_options = self.on_cpu, self.gather_in_bfloat16, self.sums
                 add_shards(log, model, self.local_model, self.shard_degree, *shard_options)
-            self.simulate_update(log, known)
+            self.simulate_update(log, parameters, known)
             del loss  # the trainer keeps the loss until here
         for buffer in pool.buffers:
             log.label_storage(
@@ -385,11 +385,12 @@ class Planner:
         for parameter in weights - self.sums.keys():
             parameter.grad = torch.empty_like(parameter)
 
-    def simulate_update(self, log: OpRecorder, known: FewCallSegments | None) -> None:
-        """Clip the gradients, update the weights and free the gradients, once in a step. `known`:
-        see `run_fake_step`."""
+    def simulate_update(
+        self, log: OpRecorder, parameters: list[nn.Parameter], known: FewCallSegments | None
+    ) -> None:
+        """Clip the gradients of all parameters, also those of blocks that did not run, update the
+        parameters and free the gradients, once in a step. `known`: see `run_fake_step`."""
         log.enter_phase("optimizer")
-        parameters = list(self.local_model.parameters())
         if self.compress_gradients:  # bfloat16 copies, freed when the averages exist
             copies = [cast(Tensor, parameter.grad).bfloat16() for parameter in parameters]
             for copy in copies:
