@@ -113,9 +113,9 @@ def test_elsewhere_it_is_what_is_built_in_or_nobody_knows(machine, monkeypatch):
 def test_a_tenth_stays_free(monkeypatch):
     monkeypatch.setattr("trainer.device.free_memory", lambda device: 2_048_000)
     assert budget_on(CPU).usable_bytes == 1_843_200
-    assert budget_on(CPU, processes=2, held=1000).usable_bytes == 922_500  # they share
+    assert budget_on(CPU, processes=2).usable_bytes == 921_600  # they share
     # As somebody says.
-    assert budget_on(CPU, 5000, processes=2, held=1000) == MemoryBudget(5000, "cpu")
+    assert budget_on(CPU, 5000, processes=2) == MemoryBudget(5000, "cpu")
 
 
 def test_both_numbers_are_said():

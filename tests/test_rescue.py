@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 import train_minimal
 from planner import Planner
 from trainer import setup
+from trainer.flags import UsageError
 from trainer.plan import make_request
 
 slow = pytest.mark.slow
@@ -128,8 +129,10 @@ def test_nothing_of_the_failed_attempt_stays_alive(way, tmp_path, monkeypatch):
         there = tree_leaves([[*run.model.parameters()], [*run.optimizer.state.values()]])
         known = {its.untyped_storage()._cdata for its in there if isinstance(its, torch.Tensor)}
         left.append(sum(its().nbytes() for key, its in mode.alive.items() if key not in known))
+        raise LookupError("no policy needs less memory")
 
     monkeypatch.setattr("trainer.run.switch_policy", bytes_left)  # (to no other)
+    run.policies = [(run.model.config.recompute, 2), ("full", 1)]
     gc.disable()
     try:
         for place in places_in(n, draw, 24):
@@ -227,17 +230,19 @@ def test_an_update_that_runs_out_half_way_is_not_done_again(path, capsys, monkey
 
 def test_of_a_changed_model_only_what_is_exact_is_taken(path, capsys, monkeypatch):
     """Here it is attn, and what would be taken first without the check is selective:1."""
-    exact, looked_at = setup.describe_recompute_difference, []
+    exact, looked_at = setup.check_model, []
 
-    def compare(model, i: int, policy: str, *how: object) -> str:
-        looked_at.append(policy)
-        return "its result differs" * (policy != "attn") or exact(model, i, policy, *how)
+    def compare(model, *how: object) -> None:
+        looked_at.append(model.config.recompute)
+        if model.config.recompute not in ("none", "attn"):
+            raise UsageError("its result differs")
+        exact(model, *how)
 
-    monkeypatch.setattr(setup, "describe_recompute_difference", compare)
+    monkeypatch.setattr(setup, "check_model", compare)
     flags = "--no-amp", "--num-steps=4"
     with running_out(STEP, (50, False)):
         assert train_here(path, *flags) == 0
-    assert set(looked_at) == {"selective", "cheap", "attn"}
+    assert looked_at[:2] == ["none", "selective:1"] and looked_at[-1] == "attn"
     assert "recompute none; again, and from now on, with attn (" in capsys.readouterr().out
     assert same(snapshot(path)["model"], snapshot(undisturbed(*flags))["model"])
 

@@ -109,7 +109,7 @@ class WithSpare(MiniGPT):
 
 @pytest.mark.parametrize("flags", [(), LEAN])
 def test_a_weight_that_never_got_a_gradient(tmp_path, monkeypatch, flags):
-    monkeypatch.setattr("trainer.setup.MiniGPT", WithSpare)
+    monkeypatch.setattr("trainer.check_model.MiniGPT", WithSpare)
     path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
     assert train_here(whole, *flags) == 0
     assert broken(path, "error:0:9", *flags, "--save-interval=3") is None

@@ -285,7 +285,6 @@ def budget_on(
     device: torch.device,
     budget: int | None = None,
     processes: int = 1,
-    held: int = 0,
     here: int = 1,
 ) -> MemoryBudget:
     """Return the memory budget of one process: `budget` bytes or, if that is None, the process's
@@ -294,15 +293,14 @@ def budget_on(
 
     Args:
         processes: number of processes that share the device's free memory.
-        held: bytes of CPU memory that this process uses now and will free. They count as free.
         here: number of processes on this machine. They share the CPU memory.
     """
     host_bytes = None
     if device.type != "cpu":
-        host_bytes = budget_on(torch.device("cpu"), None, here, held).usable_bytes
+        host_bytes = budget_on(torch.device("cpu"), None, here).usable_bytes
     free = free_memory(device) if budget is None else None
     if free is not None:
-        budget = free // processes + held * (device.type == "cpu")
+        budget = free // processes
     return MemoryBudget(budget, device.type, is_free=free is not None, host_usable_bytes=host_bytes)
 
 
