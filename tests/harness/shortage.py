@@ -122,6 +122,9 @@ def strike(place: str, run: Run) -> Callable[[], None]:
     real, begin, after = train_minimal.accumulate, run.clock.begin_phase, draw.random() < 0.5
     if place in ("rehearsed", "data", "early"):
         run.model.config = model_config(run.args, run.model.config.vocab_size)
+        kept: Any = run  # the first strike notes the list of policies, which a rescue shortens
+        kept.first_policies = getattr(run, "first_policies", None) or [*run.policies]
+        run.policies = kept.first_policies
 
     def attempt(at: int | None, average: bool) -> tuple[list[torch.Tensor], int]:
         parts = ["data"]
