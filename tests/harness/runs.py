@@ -245,17 +245,17 @@ def plan_nothing() -> None:
     def plan(args, process, config, precision, *given):
         if args.use_activation_checkpoint == "auto" or process.last_failed_policy():
             return trainer.plan.plan_memory(args, process, config, precision, *given)
-        way = process.gradients_persist, process.world_size, process.shard_degree, process.sp_degree
-        what = args, config.vocab_size, process.device, precision, MemoryBudget(None, "cpu"), None
-        asked = trainer.plan.PlanRequest(*what, *way)
-        return trainer.plan.MemoryPlan(config, "not predicted", None, policies_of(asked, config))
+        policies = policies_of(args, process, config, precision)
+        return trainer.plan.MemoryPlan(config, "not predicted", None, policies)
 
     trainer.setup.plan_memory = plan
 
 
-def policies_of(request: trainer.plan.PlanRequest, config: MiniGPTConfig) -> Iterator:
-    """Yield `deeper_policies`. Plan them only if memory runs out."""
-    yield from trainer.plan.deeper_policies(request, config.recompute)
+def policies_of(args, process, config: MiniGPTConfig, precision: torch.dtype) -> Iterator:
+    """Yield `deeper_policies` of a config. Plan them only if memory runs out."""
+    way = process.gradients_persist, process.world_size, process.shard_degree, process.sp_degree
+    what = args, config.vocab_size, process.device, precision, MemoryBudget(None, "cpu"), None
+    yield from trainer.plan.deeper_policies(trainer.plan.PlanRequest(*what, *way), config.recompute)
 
 
 def snapshot(path: Path) -> dict:

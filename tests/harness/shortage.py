@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from harness.runs import policies_of
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -122,9 +123,11 @@ def strike(place: str, run: Run) -> Callable[[], None]:
     real, begin, after = train_minimal.accumulate, run.clock.begin_phase, draw.random() < 0.5
     if place in ("rehearsed", "data", "early"):
         run.model.config = model_config(run.args, run.model.config.vocab_size)
-        kept: Any = run  # the first strike notes the list of policies, which a rescue shortens
-        kept.first_policies = getattr(run, "first_policies", None) or [*run.policies]
-        run.policies = kept.first_policies
+        kept: Any = run  # planned at the first strike
+        kept.policies_of_flags = getattr(run, "policies_of_flags", None) or [
+            *policies_of(run.args, run.process, run.model.config, run.precision)
+        ]
+        run.policies = kept.policies_of_flags
 
     def attempt(at: int | None, average: bool) -> tuple[list[torch.Tensor], int]:
         parts = ["data"]
