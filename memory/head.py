@@ -50,14 +50,18 @@ HeadLossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 TargetLogProbFn = Callable[[Tensor, Tensor, bool], Tensor]  # `target_log_prob_`, eager or compiled
 
 
+def device_type_of(tensor: Tensor) -> str:
+    """Return "cpu", "cuda" or "mps". (planner/step.py replaces this function: it simulates the
+    operators of every device on a CPU.)"""
+    return tensor.device.type
+
+
 def embed_tied(
-    embedding: nn.Embedding, ids: Tensor, plain: EmbedAndWeightFn, row_by_row: bool | None = None
+    embedding: nn.Embedding, ids: Tensor, plain: EmbedAndWeightFn
 ) -> tuple[Tensor, Tensor]:
     """Look up ids (B, T) int64: return their vectors (B, T, C), and the weight (V, C) for the head.
 
-    `plain`: `embed` of model.py, for evaluation and for other kinds of embeddings. `row_by_row`:
-    True adds the gradient's rows one by one; False calls torch's operator; None means True if the
-    weight is on a CPU. (The planner simulates GPUs on a CPU, so it passes a value.)
+    `plain`: `embed` of model.py, for evaluation and for other kinds of embeddings.
 
     A CPU adds the rows in the same order in every run. A GPU would add the rows in a random order,
     and each run would round differently. So on a GPU, call torch's operator. It first sorts the
@@ -66,8 +70,7 @@ def embed_tied(
     special = embedding.padding_idx is not None or embedding.max_norm is not None
     if not torch.is_grad_enabled() or special or type(embedding) is not nn.Embedding:
         return plain(embedding, ids)
-    if row_by_row is None:
-        row_by_row = embedding.weight.device.type == "cpu"
+    row_by_row = device_type_of(embedding.weight) == "cpu"
     return TiedEmbeddingFunction.apply(embedding.weight, ids, row_by_row)
 
 
@@ -102,12 +105,6 @@ class TiedEmbeddingFunction(torch.autograd.Function):
         ):
             total += torch.ops.aten.embedding_dense_backward(part, ids, len(weight), -1, False)
         return grad_weight, None, None
-
-
-def device_type_of(tensor: Tensor) -> str:
-    """Return "cpu", "cuda" or "mps". (planner/step.py replaces this function: it simulates the
-    operators of every device on a CPU.)"""
-    return tensor.device.type
 
 
 def target_log_prob_(logits: Tensor, target: Tensor, write_softmax: bool) -> Tensor:

@@ -139,7 +139,6 @@ class Planner:
             blocks = self.model.blocks
             shapes = {tuple(w.shape for w in block.parameters()) for block in blocks}
             self.are_alike = len(shapes) == 1 and len({*blocks}) == len(blocks)
-            self.model.embed = partial(cast(Any, self.model.embed), row_by_row=self.on_cpu)
             if self.sp_degree > 1:
                 self.sequence.wrap_attention(self.model)
             if self.gather_in_bfloat16:

@@ -3,7 +3,7 @@
 That they are right at all: test_oracle.py.
 """
 
-from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -98,10 +98,10 @@ def test_only_so_many_logits_at_a_time(monkeypatch, asked, rows, grad):
     assert [rows for name, rows in ran if name == "log_softmax"] == slices
 
 
-def tied_gradients(loss_chunks: int, on_cpu: bool | None = None) -> dict[str, Tensor]:
+def tied_gradients(loss_chunks: int, device_type: str) -> dict[str, Tensor]:
     model, ids = tiny(loss_chunks=loss_chunks), random_ids(4, 16)
-    model.embed = partial(model.embed, row_by_row=on_cpu)
-    model(ids, ids.roll(-1, 1)).backward()
+    with patch("memory.head.device_type_of", lambda tensor: device_type):
+        model(ids, ids.roll(-1, 1)).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -111,10 +111,10 @@ def tied_gradients(loss_chunks: int, on_cpu: bool | None = None) -> dict[str, Te
 def test_the_embeddings_gradient_comes_in_as_few_slices_as_may_be(monkeypatch, two, slices):
     """And on a CPU row by row."""
     on_cpu = slices == "on a CPU"
-    whole = tied_gradients(4, on_cpu=False)  # as a GPU does it
+    whole = tied_gradients(4, "cuda")
     monkeypatch.setattr("memory.head.SOFTMAX_SLICE_ELEMENTS", two // 2)
-    with OpRecorder() as log:
-        sliced = tied_gradients(1, on_cpu=on_cpu)  # (chunks of the head would be in slices, too)
+    with OpRecorder() as log:  # (chunks of the head would be in slices, too)
+        sliced = tied_gradients(1, "cpu" if on_cpu else "cuda")
     names = [op.name for op in log.ops]
     assert names.count("embedding_dense_backward") == (0 if on_cpu else slices) + 1
     assert names.count("index_add_") == on_cpu

@@ -147,8 +147,11 @@ def check_for_several_processes(
             "model.py: forward decides by a random number or by the value of a tensor, and each "
             "process could decide otherwise: train_minimal.py can train it"
         )
-    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    unused = [name for name in names if GRADIENT_OF + name not in alone]
+    unused = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and GRADIENT_OF + name not in alone
+    ]
     if process.gradients_persist and unused:
         raise UsageError(
             f"model.py: {unused[0]} gets no gradient, for which DDP would wait: remove it, or use "
@@ -164,7 +167,8 @@ def check_for_several_processes(
     if process.sp_degree == 1:
         return
     ours = replace(plain, dropout=0.0)
-    expected = losses_and_gradients(*(whole := small_model_and_batch(ours)), whole[0])
+    small, ids, labels = small_model_and_batch(ours)
+    expected = losses_and_gradients(small, ids, labels, small)
     if wrong := first_difference(expected, partial(shared_step, ours), close_to(expected)):
         raise UsageError(
             f"model.py computes other results if processes share each sequence ({wrong}): mix "

@@ -387,7 +387,7 @@ class PlanRequest:
     @property
     def shards_needed(self) -> int | None:
         """Smallest number of GPUs with which train_fsdp.py fits. None: more than 64, or several
-        processes share the device. (A number is tried only if the state fits by the formula.)"""
+        processes share the device. (A number is simulated only if the state alone fits.)"""
         policy = {POLICY_FLAG: "full", "gather_dtype": "float32"}
         more = range(self.shard_degree + 1, 65 if self.device.type == "cuda" else 1)
         plans = (

@@ -80,8 +80,8 @@ class Run:
     # The recompute policy in use and, in order, the policies that the run may switch to when memory
     # runs out: see `deeper_policies`. Empty if the memory could not be predicted.
     policies: Iterable[PolicyPeak] = ()
-    # Function that runs the blocks of model.py with the model's present policy and without
-    # recompute, and raises UsageError if the results differ.
+    # Function that runs a small model with the model's present policy and without recompute, and
+    # raises UsageError if the results differ.
     check_techniques: Callable[[], None] = lambda: None
     # Policies with which memory ran out. After each of them, the step was repeated with a deeper
     # policy (one that needs less memory).

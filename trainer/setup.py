@@ -155,12 +155,12 @@ def build_run(
         snapshot_metadata["run"] = resumed.state.get("run")
     check = partial(check_model, model, process, precision)
     process.run_on_all_ranks(check)  # (each rank may have its own policy)
-    if isinstance(origin, Pretrained) and os.path.isdir(origin.path) and process.rank == 0:
-        if not computes_gpt2(make_small_model(plan.config)):
-            process.print0(
-                f"warning  --init-from {origin.path}: model.py computes "
-                "something else than GPT-2 with these weights"
-            )
+    of_gpt2 = isinstance(origin, Pretrained) and os.path.isdir(origin.path)
+    if of_gpt2 and process.rank == 0 and not computes_gpt2(make_small_model(plan.config)):
+        process.print0(
+            f"warning  --init-from {args.init_from}: model.py computes something else than GPT-2 "
+            "with these weights"
+        )
     if args.compile:
         process.run_on_all_ranks(lambda: check_compiler(device))
     held_lock = process.run_on_rank0_only(lambda: claim(args.checkpoint_path, resumed))
