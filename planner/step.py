@@ -560,11 +560,12 @@ def make_optimizer_state(
 ) -> None:
     """Make the optimizer's state of these parameters, as the first step of a run does.
 
-    So a simulated step finds this state, as all later steps of a run do.
+    So a simulated step finds this state, as all later steps of a run do. An optimizer with a method
+    `make_state` need not run a whole update, which has many operators for a large model.
     """
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
+    getattr(optimizer, "make_state", optimizer.step)()
     optimizer.zero_grad(set_to_none=True)
 
 

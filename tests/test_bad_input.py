@@ -87,7 +87,7 @@ def test_bad_input_costs_one_line(name, tmp_path, capfd, monkeypatch):
 def test_what_can_never_fit_ends_before_a_text_is_read(path, capsys):
     text = path.with_name("x.txt")
     text.write_bytes(b"\xff")
-    flags = "--tokenizer-name=bpe --n-layers=900 --d-model=16000".split()
+    flags = "--tokenizer-name=bpe --n-layers=90 --d-model=64000".split()
     assert train_here(path, f"--train-data={text}", *flags, base=TINY_MODEL) == 4
     assert "weights, gradients and AdamW's state alone take" in capsys.readouterr().err
     assert not path.exists()

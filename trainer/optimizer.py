@@ -122,14 +122,19 @@ class LeanOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "rule": "adamw"})
         self.lanes, self.moments, self.products = lanes, moments, products
 
+    def make_state(self) -> None:
+        """Make the state of all parameters that have gradients and no state yet."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not self.state[parameter]:
+                    self.state[parameter] = initial_param_state(parameter, group, self.moments)
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have gradients. `closure` is not supported."""
+        self.make_state()
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            for parameter in parameters:
-                if not self.state[parameter]:
-                    self.state[parameter] = initial_param_state(parameter, group, self.moments)
             if group["rule"] == "muon":
                 # Muon updates the matrices of one shape together, in batches of at most n matrices.
                 for shape in dict.fromkeys(p.shape for p in parameters):

@@ -377,6 +377,11 @@ class PlanRequest:
     def fitting_change(self, change: FlagChange) -> FlagChange | None:
         """Return `change` with the fastest policy with which it fits, without flags that have their
         value already. Return None if it does not fit."""
+        # Weights and gradients of the blocks, which only flags of the model's shape change. A model
+        # for which not even these fit may be so large that planning each change takes long.
+        blocks = 8 * sum(weight.numel() for weight in self.planner.local_model.blocks.parameters())
+        if blocks > self.usable_bytes and "n_layers" not in change.flags:
+            return None
         step = self.with_args(with_flags(self.args, **change.flags)).step_with_fitting_policy()
         if step is None:
             return None
