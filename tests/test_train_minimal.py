@@ -44,12 +44,11 @@ def test_clipping_sees_true_gradients(tmp_path):
 
 
 def test_precision_follows_the_hardware(monkeypatch):
-    cpu = torch.device("cpu")
     for has, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr("trainer.device.cpu_has_bfloat16", lambda has=has: has)
-        assert choose_precision(parse(), cpu) == dtype
-        assert choose_precision(parse(BF16), cpu) == torch.bfloat16
-        assert choose_precision(parse(FP32), cpu) == torch.float32
+        assert choose_precision(parse(), CPU) == dtype
+        assert choose_precision(parse(BF16), CPU) == torch.bfloat16
+        assert choose_precision(parse(FP32), CPU) == torch.float32
 
 
 # ---- What is printed and written

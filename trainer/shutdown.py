@@ -120,13 +120,15 @@ def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
         if isinstance(error, DataError):
             raise
     if run.stop_signal and (run.step < args.num_steps or run.unlogged_record):
-        after = f"{signal.Signals(run.stop_signal).name} after step {run.step:,}"
         note = (
             " (torchrun's traceback below is no crash)"
             if "TORCHELASTIC_RUN_ID" in os.environ
             else ""
         )
-        say(f"stopped  {after}: saved{note}; go on with --resume: {resume_command(run)}")
+        say(
+            f"stopped  {signal.Signals(run.stop_signal).name} after step {run.step:,}: saved{note};"
+            f" go on with --resume: {resume_command(run)}"
+        )
         return 128 + run.stop_signal
     if not math.isfinite(record["val_loss"]):
         raise NotFinite(
@@ -262,8 +264,11 @@ class SkippedUpdateCounter:
         run, float16 = self.run, self.run.scaler.is_enabled()
         limit = min(20 if float16 else 3, run.args.num_steps)  # (no step has made an update)
         if self.in_a_row >= limit:
-            lower = f"a lower --lr than {run.args.lr:.2g}"
-            flags = "--amp-dtype bfloat16 or --no-amp" if float16 else lower
+            flags = (
+                "--amp-dtype bfloat16 or --no-amp"
+                if float16
+                else f"a lower --lr than {run.args.lr:.2g}"
+            )
             raise NotFinite(
                 f"loss or gradients were not finite in {limit} steps in a row, {step - limit + 1} "
                 f"to {step}: try {flags}; --detect-anomaly finds the operation; {resume_hint(run)}"
@@ -302,8 +307,9 @@ def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> st
         smaller_policy = policies_to_try(run.policies, device_type)[0][0]
     back = f"; {resume_hint(run)}" if run.saved_step else ""
     now = describe_memory_flags(with_flags(args, use_activation_checkpoint=policy))
-    evaluating = not run.model.training
-    change = describe_suggested_change(args, device_type, policy, smaller_policy, evaluating)
+    change = describe_suggested_change(
+        args, device_type, policy, smaller_policy, in_evaluation=not run.model.training
+    )
     return f"{now}; try {change}{back}"
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from .bootstrap import end_with_torchrun
 from .device import choose_device
 from .flags import UsageError, print_error
-from .process import OneProcess
+from .process import OneProcess, T
 
 # Maximal time in seconds that processes wait for each other. While one process alone saves,
 # compiles or reads its data, the others wait for it, so the time must be long enough for that. The
@@ -38,14 +38,13 @@ class TorchrunProcess(OneProcess):
         """
         self.args = args
         try:
-            self.rank = int(os.environ["RANK"])
-            self.local_rank = int(os.environ["LOCAL_RANK"])
-            self.world_size = int(os.environ["WORLD_SIZE"])
-            self.port = int(os.environ["MASTER_PORT"])
+            self.rank, self.local_rank, self.world_size, self.port = (
+                int(os.environ[name])
+                for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+            )
             self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             self.address = os.environ["MASTER_ADDR"]
-            seconds = float(os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S))
-            self.timeout = timedelta(seconds=seconds)
+            self.timeout = timedelta(seconds=float(os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S)))
             if not 0 <= self.rank < self.world_size:
                 raise ValueError(f"RANK {self.rank} of WORLD_SIZE {self.world_size}")
         except (KeyError, ValueError, OverflowError) as error:  # a variable is missing, or wrong
@@ -122,14 +121,15 @@ class TorchrunProcess(OneProcess):
             # The store also has the addresses of processes that died (pytorch#135712). So the
             # living processes store their addresses under a prefix that only they use.
             key = agree_on_key(self.store, self.rank, self.world_size, self.timeout)
-            options |= {"store": dist.PrefixStore(key, self.store)}
-            options |= {"rank": self.rank, "world_size": self.world_size}
+            store = dist.PrefixStore(key, self.store)
+            options |= {"store": store, "rank": self.rank, "world_size": self.world_size}
         try:
             dist.init_process_group("gloo", **options)
         except RuntimeError as error:
             if "EADDRINUSE" in str(error):
-                port = f"MASTER_PORT={self.port}"
-                raise UsageError(f"{port}: another program has this port; choose another") from None
+                raise UsageError(
+                    f"MASTER_PORT={self.port}: another program has this port; choose another"
+                ) from None
             if not UNREACHABLE_PATTERN.search(str(error)):
                 raise
             raise UsageError(
@@ -137,6 +137,23 @@ class TorchrunProcess(OneProcess):
                 "GLOO_SOCKET_IFNAME on each machine to the network interface that leads to the "
                 "others (one name, as `ip addr` lists them)"
             ) from None
+
+    def all_reduce_max(self, values: list[int]) -> list[int]:
+        largest = torch.tensor(values)  # on the CPU: the default group is gloo's
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.tolist()
+
+    def all_gather_object(self, mine: T) -> list[T]:
+        gathered = [mine] * self.world_size
+        dist.all_gather_object(gathered, mine)
+        return gathered
+
+    def print0(self, line: str) -> None:
+        if self.rank == 0:
+            super().print0(line)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
 
     def new_nccl_group(self) -> "dist.ProcessGroup | None":
         """Return a new NCCL group of all processes' GPUs, or None: use the default gloo group.
@@ -209,8 +226,9 @@ def peer_failure_message(error: Exception) -> str | None:
         return None
     if late:
         seconds = os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S)
-        vain = f"waited {seconds} s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
-        return f"rank {rank} {vain}"
+        return (
+            f"rank {rank} waited {seconds} s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
+        )
     return f"rank {rank} lost the connection to another process, which ended ({reason(error)})"
 
 
