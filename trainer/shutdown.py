@@ -63,9 +63,9 @@ def run_safely(
         run = None  # frees DDP's wrapper, which must be freed before its connections close
         process.close()
         return code
-    except (UsageError, SnapshotError, NotFinite, PredictedOutOfMemory) as error:
+    except (UsageError, SnapshotError, TrainingDiverged, PredictedOutOfMemory) as error:
         print_error_line(error)
-        return {NotFinite: 3, PredictedOutOfMemory: 4}.get(type(error), 2)
+        return {TrainingDiverged: 3, PredictedOutOfMemory: 4}.get(type(error), 2)
     except PlanError as error:
         print_error_line(f"--use-activation-checkpoint auto: {error}; name a policy")
         return 2
@@ -131,7 +131,7 @@ def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
         )
         return 128 + run.stop_signal
     if not math.isfinite(record["val_loss"]):
-        raise NotFinite(
+        raise TrainingDiverged(
             f"the validation loss is not finite after the last step, {run.step}: try a lower --lr "
             f"than {args.lr:.2g}; the weights in {args.checkpoint_path} are of no use"
         )
@@ -203,9 +203,9 @@ class Signals:
             signal.signal(number, signal.SIG_IGN if ignore else handler)
 
 
-class NotFinite(Exception):
-    """Error: loss or gradients were infinite or NaN in several steps in a row. Training cannot go
-    on."""
+class TrainingDiverged(Exception):
+    """Error: loss or gradients were infinite or NaN in several steps in a row, or the validation
+    loss after the last step is."""
 
 
 def nan_grads_if_infinite(loss: Tensor) -> Tensor:
@@ -247,8 +247,8 @@ class SkippedUpdateCounter:
     def count_skips_in_a_row(self) -> int:
         """Wait for the last step. Return how many updates were skipped in a row, up to that step.
 
-        Prints one warning per skip. Raises NotFinite after 3 skips in a row; with float16, after
-        20.
+        Prints one warning per skip. Raises TrainingDiverged after 3 skips in a row; with float16,
+        after 20.
 
         The limit is not 1, because a single bad batch is no reason to stop. With float16 some skips
         are normal: GradScaler searches for the largest loss scale without overflow, so there is an
@@ -269,7 +269,7 @@ class SkippedUpdateCounter:
                 if float16
                 else f"a lower --lr than {run.args.lr:.2g}"
             )
-            raise NotFinite(
+            raise TrainingDiverged(
                 f"loss or gradients were not finite in {limit} steps in a row, {step - limit + 1} "
                 f"to {step}: try {flags}; --detect-anomaly finds the operation; {resume_hint(run)}"
             )
