@@ -17,7 +17,8 @@ whole model and computes the gradients of its own micro-batches. DDP averages th
 backward runs. So all processes make the same update, and their weights stay equal.
 
 The training loop is in train_minimal.py. For everything that depends on the number of processes, it
-calls methods of a `process` (trainer/process.py). This file has the methods that differ with DDP.
+calls methods of a `process` (trainer/process.py). This file has the methods that differ with DDP;
+trainer/torchrun.py has those of all trainers that torchrun starts.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Train a MiniGPT that is sharded over several devices (FSDP): the differences from train_ddp.py.
+"""Train a MiniGPT that is sharded over several devices (FSDP).
 
 Train on two GPUs or, on a machine without GPUs, with two CPU processes:
     torchrun --nproc-per-node=2 train_fsdp.py --use-activation-checkpoint
@@ -59,7 +59,7 @@ class FSDPProcess(TorchrunProcess):
     """
 
     script = "train_fsdp.py"
-    has_own_recompute_policy = False  # a policy decides when the processes gather weights
+    has_own_recompute_policy = False  # all have the same: it decides when weights are gathered
 
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)

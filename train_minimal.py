@@ -120,8 +120,8 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
         last_of_step = micro_batch == args.grad_accum_steps - 1
         with process.gradient_sync(enabled=last_of_step and average):
             with run.autocast():
-                # With DDP, `wrapped_model` is the wrapper of `run.model` that averages gradients.
-                # Everything else uses `run.model`: evaluation, snapshots, the optimizer.
+                # `wrapped_model` is `run.model` itself or, with DDP, a wrapper whose backward
+                # averages gradients. Evaluation, optimizer and snapshots need no wrapper.
                 loss = run.wrapped_model(input_ids, labels)
             losses.append(loss.detach())
             clock.begin_phase("backward")

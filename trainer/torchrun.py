@@ -203,10 +203,9 @@ def print_error_once(message: object) -> None:
 
 # Parts of gloo's messages when it cannot reach the other processes, or finds no network interface
 UNREACHABLE_PATTERN = re.compile("connectFullMesh|Unable to find (address|interface)|device.cc")
-# Parts of the messages of NCCL, gloo and the store when another process is late (LATE_PATTERN) or
-# has ended (GONE_PATTERN)
-LATE_PATTERN = re.compile(r"[Tt]imed out|[Tt]imeout")
-GONE_PATTERN = re.compile(
+# Parts of the messages of NCCL, gloo and the store when another process is late, or has ended
+PEER_TIMEOUT_PATTERN = re.compile(r"[Tt]imed out|[Tt]imeout")
+PEER_ENDED_PATTERN = re.compile(
     "gloo/|ncclRemoteError|remote process exited|closed by remote peer|Connection (reset|refused|"
     "closed)|Broken pipe|communicator (was )?aborted"
 )
@@ -218,10 +217,10 @@ def peer_failure_message(error: Exception) -> str | None:
     Return None also if NCCL finds a fault on this machine: then a traceback is printed.
     """
     text, rank = str(error), os.environ.get("RANK")
-    late = isinstance(error, TimeoutError) or LATE_PATTERN.search(text)
+    late = isinstance(error, TimeoutError) or PEER_TIMEOUT_PATTERN.search(text)
     is_theirs = isinstance(error, dist.DistError | TimeoutError) or "gloo/" in text
     if isinstance(error, dist.DistBackendError):
-        is_theirs = bool(late or GONE_PATTERN.search(text))
+        is_theirs = bool(late or PEER_ENDED_PATTERN.search(text))
     if rank is None or not is_theirs:
         return None
     if late:
