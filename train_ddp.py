@@ -17,7 +17,8 @@ whole model and computes the gradients of its own micro-batches. DDP averages th
 backward runs. So all processes make the same update, and their weights stay equal.
 
 The training loop is in train_minimal.py. For everything that depends on the number of processes, it
-calls methods of a `process` (trainer/process.py). This file has the methods that differ with DDP.
+calls methods of a `process` (trainer/process.py). This file has the methods that differ with DDP;
+trainer/torchrun.py has those of all trainers that torchrun starts.
 """
 
 import os
@@ -27,12 +28,13 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` o
 import trainer.bootstrap  # noqa: F401  # sets signal handlers and environment variables
 
 # isort: split
+import argparse
 import gc
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -40,7 +42,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from model import MiniGPT
 from train_minimal import train
 from trainer.flags import build_parser
-from trainer.process import T
 from trainer.shutdown import run_safely
 from trainer.torchrun import TorchrunProcess, main_and_exit, print_error_once
 
@@ -51,14 +52,17 @@ class DDPProcess(TorchrunProcess):
     Raises UsageError if torchrun did not start this process.
     """
 
-    script, default_checkpoint_path = "train_ddp.py", "checkpoints/minigpt_ddp.pt"
+    script = "train_ddp.py"
     gradients_persist = True  # gradients are in DDP's communication buckets, which stay allocated
-    buckets_are_final = False  # True from the second step on: DDP makes its buckets anew once
     rehearses_first_steps = True  # see OneProcess
-    # `will_average`: backward of this micro-batch will average gradients over all processes.
-    # `sends_gradients`: the forward of such a micro-batch has ended. From then on, DDP sends the
-    # gradients while backward computes them.
-    will_average = sends_gradients = False
+
+    def __init__(self, args: argparse.Namespace):
+        super().__init__(args)
+        # flag               set to True                              read in
+        # will_average       gradient_sync, until its context ends    the forward hook of `wrap`
+        # sends_gradients    that hook, until backward has ended      can_retry_alone
+        # buckets_are_final  clear_gradients, after the first update  clear_gradients
+        self.will_average = self.sends_gradients = self.buckets_are_final = False
 
     def wrap(self, model: MiniGPT) -> nn.Module:
         # Set zero gradients, which DDP replaces by views of its communication buckets. This saves 4
@@ -75,10 +79,14 @@ class DDPProcess(TorchrunProcess):
             self.wrapper.register_comm_hook(group, lambda g, bucket: bf16_compress_hook(g, bucket))
         return self.wrapper
 
-    def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
+    @contextmanager
+    def gradient_sync(self, enabled: bool) -> Iterator[None]:
         # DDP decides in *forward* whether the next backward averages gradients.
         self.will_average, self.sends_gradients = enabled, False
-        return nullcontext() if enabled else self.wrapper.no_sync()
+        with nullcontext() if enabled else self.wrapper.no_sync():
+            yield
+        # (After an error they keep their values, for `can_retry_alone`.)
+        self.will_average = self.sends_gradients = False
 
     def can_retry_alone(self) -> bool:
         # Until it sends gradients, this process can retry alone: others only wait for them. Once
@@ -93,39 +101,18 @@ class DDPProcess(TorchrunProcess):
         # forward makes new buckets in that order. So drop the gradients here, which are views of
         # the old buckets and would keep them in memory. Later steps keep their buckets, and set the
         # gradients in them to zero.
-        self.will_average = self.sends_gradients = False  # False for the hook in evaluation
         if self.buckets_are_final:
             self.free_or_zero_gradients(optimizer)
         else:
             set_expanded_zero_grads(self.wrapper)
             self.buckets_are_final = True
 
-    def all_reduce_max(self, values: list[int]) -> list[int]:
-        largest = torch.tensor(values)  # on the CPU: see TorchrunProcess.init_process_group
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return largest.tolist()
-
-    def all_gather_object(self, mine: T) -> list[T]:
-        gathered = [mine] * self.world_size
-        dist.all_gather_object(gathered, mine)
-        return gathered
-
-    def print0(self, line: str) -> None:
-        if self.rank == 0:
-            super().print0(line)
-
     def close(self) -> None:
         # DDP's threads must end before the connections that they use. In the other order, a run
         # that has finished can still abort at exit.
         del self.wrapper
         gc.collect()
-        dist.destroy_process_group()
-
-    @classmethod
-    def main(cls, argv: list[str] | None = None) -> int:
-        """Train as one of torchrun's processes; return the exit code of this process."""
-        args = build_parser(cls.script, cls.default_checkpoint_path).parse_args(argv)
-        return run_safely(args, cls, train, print_error_once)
+        super().close()
 
 
 def set_expanded_zero_grads(model: nn.Module) -> None:
@@ -137,7 +124,11 @@ def set_expanded_zero_grads(model: nn.Module) -> None:
         parameter.grad = parameter.new_zeros(()).expand_as(parameter)
 
 
-main = DDPProcess.main
+def main(argv: list[str] | None = None) -> int:
+    """Train as one of torchrun's processes; return its exit code."""
+    args = build_parser(DDPProcess.script, "checkpoints/minigpt_ddp.pt").parse_args(argv)
+    return run_safely(args, DDPProcess, train, print_error_once)
+
 
 if __name__ == "__main__":
     main_and_exit(main)

@@ -1,4 +1,4 @@
-"""Train a MiniGPT that is sharded over several devices (FSDP): the differences from train_ddp.py.
+"""Train a MiniGPT that is sharded over several devices (FSDP).
 
 Train on two GPUs or, on a machine without GPUs, with two CPU processes:
     torchrun --nproc-per-node=2 train_fsdp.py --use-activation-checkpoint
@@ -31,7 +31,8 @@ import trainer.bootstrap  # noqa: F401  # sets signal handlers and environment v
 
 # isort: split
 import argparse
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -44,24 +45,21 @@ from torch.utils._pytree import tree_map_only
 
 from model import MiniGPT
 from planner.shards import block_group_params, find_position_embeddings
-from train_ddp import DDPProcess
+from train_minimal import train
 from trainer.device import check_gather_dtype_flag, choose_precision
-from trainer.flags import UsageError, check_sharded
-from trainer.process import OneProcess
-from trainer.torchrun import main_and_exit
+from trainer.flags import UsageError, build_parser, check_sharded
+from trainer.shutdown import run_safely
+from trainer.torchrun import TorchrunProcess, main_and_exit, print_error_once
 
 
-class FSDPProcess(DDPProcess):
+class FSDPProcess(TorchrunProcess):
     """One of N processes that torchrun started. Each has one device and 1/N of the model.
 
     Raises UsageError if torchrun did not start this process, or if a flag cannot work with shards.
     """
 
-    script, default_checkpoint_path = "train_fsdp.py", "checkpoints/minigpt_fsdp.pt"
-    # Gradients are freed after the update, and all processes need the same recompute policy.
-    # Running the first steps on trial, as `retry_on_out_of_memory` does with DDP, would not help:
-    # this process can never repeat a step alone (see `can_retry_alone`).
-    gradients_persist = has_own_recompute_policy = rehearses_first_steps = False
+    script = "train_fsdp.py"
+    has_own_recompute_policy = False  # all have the same: it decides when weights are gathered
 
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)
@@ -108,27 +106,23 @@ class FSDPProcess(DDPProcess):
             cast(FSDPModule, module).set_force_sum_reduction_for_comms(True)
         # Allocate memory only now, when the model is sharded: no process ever has the whole model.
         super().allocate_parameters(model)
+        self.sharded_model = cast(FSDPModule, model)
 
     def shard_like(self, whole: Tensor, like: Tensor) -> Tensor:
         mesh, placements = cast(DTensor, like).device_mesh, cast(DTensor, like).placements
         # (src_data_rank=None: every process has the whole tensor, so no process has to send parts.)
         return distribute_tensor(whole.to(self.device), mesh, placements, src_data_rank=None)
 
-    def wrap(self, model: MiniGPT) -> nn.Module:
-        self.wrapper = model  # the model itself: FSDP only adds hooks to its modules
-        return model
-
-    def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
+    @contextmanager
+    def gradient_sync(self, enabled: bool) -> Iterator[None]:
         # Before the last micro-batch, each process sums its own whole gradients, as with DDP.
-        self.wrapper.set_requires_gradient_sync(enabled)
-        return nullcontext()
+        self.sharded_model.set_requires_gradient_sync(enabled)
+        yield
 
     def grad_norm(self, gradients: list[Tensor]) -> Tensor:
         square = super().grad_norm([cast(DTensor, g).to_local() for g in gradients]) ** 2
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
-
-    clear_gradients = OneProcess.clear_gradients  # (only DDP has buckets)
 
     def can_retry_alone(self) -> bool:
         return False  # forward gathers weights, which the other processes would not send again
@@ -148,7 +142,11 @@ class FSDPProcess(DDPProcess):
         return tensor.cpu() if self.rank == 0 else None
 
 
-main = FSDPProcess.main
+def main(argv: list[str] | None = None) -> int:
+    """Train as one of torchrun's processes; return its exit code."""
+    args = build_parser(FSDPProcess.script, "checkpoints/minigpt_fsdp.pt").parse_args(argv)
+    return run_safely(args, FSDPProcess, train, print_error_once)
+
 
 if __name__ == "__main__":
     main_and_exit(main)

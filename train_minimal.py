@@ -14,14 +14,12 @@ Start from the weights of GPT-2, or of an earlier run (docs/weights.md):
 Continue a run where it stopped. Its snapshot has the flags that the run was started with:
     python train_minimal.py --resume
 
-train_ddp.py trains on several devices. That file has only the differences from this file.
-
 The functions below are, from top to bottom: the learning rate, one training step, the evaluation,
 the training loop. Three objects appear in most of them:
-- `run` is a Run (trainer/run.py). It has the model, the optimizer, the batches, the flags, and the
-  present state of the training.
-- `process` is a OneProcess (trainer/process.py). Its methods do everything that depends on the
-  number of processes. The trainers for several processes override some of these methods.
+- `run` is a Run (trainer/run.py): the model, the optimizer, the batches, the flags, and the present
+  state of the training.
+- `process` is a OneProcess (trainer/process.py): everything that depends on the number of
+  processes. The trainers for several devices (train_ddp.py, ...) only override its methods.
 - `clock` measures the seconds of each phase of a step, such as "forward".
 """
 
@@ -43,7 +41,7 @@ from tqdm import tqdm
 
 from trainer.flags import build_parser
 from trainer.metrics import format_validation, perplexity
-from trainer.optimizer import update_if_finite
+from trainer.optimizer import step_if_finite
 from trainer.process import OneProcess
 from trainer.report import is_log_overdue, make_step_record, write_and_print_record
 from trainer.run import Run, is_save_requested_or_overdue, retry_on_out_of_memory, save
@@ -89,12 +87,11 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     clock.begin_phase("optimizer")
     run.scaler.unscale_(run.optimizer)  # because the limit below is for unscaled gradients
     grad_norm = process.clip_gradients(run.model.parameters(), args.grad_clip_norm or math.inf)
-    # One NaN among the gradients makes their norm NaN. Clipping divides all gradients by the norm,
-    # so an update would make all weights NaN. Skip the update if the norm is NaN or infinite. All
-    # processes have the same norm, so all of them skip the update, or none of them does. (The
-    # device decides whether to skip, so Python does not wait for the device.) This replaces
-    # `scaler.step`, which looks at the gradients and not at their norm.
-    grad_norm = update_if_finite(run.optimizer, grad_norm)
+    # The update of the weights. It replaces `optimizer.step()`, and `scaler.step(optimizer)` with
+    # float16: a norm that is NaN or infinite skips it. (One NaN gradient makes the norm NaN, and
+    # clipping then makes all gradients NaN.) All processes have the same norm, so all of them skip
+    # or none does. The device decides, so Python does not wait for it.
+    grad_norm = step_if_finite(run.optimizer, grad_norm)
     run.scaler.update()  # with float16 only: halve the loss scale after an overflow
     process.clear_gradients(run.optimizer)
     return torch.stack(losses), grad_norm
@@ -123,6 +120,8 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
         last_of_step = micro_batch == args.grad_accum_steps - 1
         with process.gradient_sync(enabled=last_of_step and average):
             with run.autocast():
+                # `wrapped_model` is `run.model` itself or, with DDP, a wrapper whose backward
+                # averages gradients. Evaluation, optimizer and snapshots need no wrapper.
                 loss = run.wrapped_model(input_ids, labels)
             losses.append(loss.detach())
             clock.begin_phase("backward")
@@ -151,10 +150,9 @@ def evaluate(run: Run) -> dict[str, float | None]:
     up to rounding, with any batch size, any number of processes, and every trainer.
 
     With W replicas, replica r evaluates the batches r, r + W, r + 2W, ... (A replica is one
-    process. In train_sp.py all processes together are one replica.) The processes sum nats, tokens
-    and bytes, and divide only these sums. A mean of the batches' means would be wrong, because the
-    last batch may be smaller. An evaluation batch has at most --batch-size sequences and no
-    gradients, so it needs less memory than a training step.
+    process; in train_sp.py it is all processes together.) Nats, tokens and bytes are summed first
+    and then divided, because the last batch may be smaller. An evaluation batch has at most
+    --batch-size sequences and no gradients, so it needs less memory than a training step.
     """
     run.model.eval()
     batches = []  # (loss, tokens, bytes) per batch; read after the loop: a read waits for the GPU
@@ -185,11 +183,7 @@ def evaluate(run: Run) -> dict[str, float | None]:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Run the steps after `run.step`, until the last step or a signal; return the last log record.
-
-    Raises NotFinite after several skipped updates in a row, SaveError if a snapshot cannot be
-    written, and the errors of `train_step`.
-    """
+    """Run the steps after `run.step` until the last or a signal; return the last log record."""
     args, process, clock = run.args, run.process, run.clock
     with clock.paused("set up"):
         archive_and_open_logs(run)
@@ -200,78 +194,86 @@ def train(run: Run) -> dict[str, Any]:
         run.model.train()
     record = run.unlogged_record
     if record:  # the run had saved this step, but ended before it logged the step: log the step now
-        log_and_maybe_evaluate(run, record, is_due(run.step, args.eval_interval, args.num_steps))
+        if is_due(run, args.eval_interval):
+            evaluate_and_save_best(run, record)
+        write_and_print_record(run, record)
     skipped = SkippedUpdateCounter(run)
     with bar, clock, Signals(run):
         while run.step < args.num_steps and not run.stop_signal:
             run.step += 1
-            losses, grad_norm = train_step(run)
-            run.recent_losses.append(losses)
-
-            # ---- The weights are updated. The rest of the loop checks, saves and logs.
+            losses, grad_norm = train_step(run)  # forward, backward and the update of the weights
             clock.end_step()
             bar.update()
-            # Raises NotFinite after several skipped updates in a row.
-            skipped.add_grad_norm(grad_norm)
-            # All processes must do the same after the same step. They all stop if one of them
-            # received a signal to stop. They all save if a signal or --save-minutes asked one of
-            # them to save. They all log if rank 0 has printed nothing for a long time.
-            run.stop_signal, save_requested, silent = process.all_reduce_max(
-                [run.received_signal, is_save_requested_or_overdue(run), is_log_overdue(run)]
-            )
-            log_now = is_due(run.step, args.log_interval, args.num_steps) or silent
-            evaluate_now = is_due(run.step, args.eval_interval, args.num_steps)
-            save_now = save_is_due(run, skipped, save_requested > 0)
-            if log_now or evaluate_now or save_now:
-                skipped.count_skips_in_a_row()  # if it raises NotFinite, nothing is logged or saved
-                record = make_step_record(run, losses, grad_norm)
-                if save_now:  # before the evaluation, which may take long or fail
-                    with clock.paused("save"):
-                        save(run, args.checkpoint_path, record)
-                log_and_maybe_evaluate(run, record, evaluate_now)
+            record = finish_step(run, skipped, losses, grad_norm)
     return record
 
 
-def is_due(step: int, interval: int, num_steps: int) -> bool:
+def finish_step(
+    run: Run, skipped: SkippedUpdateCounter, losses: Tensor, grad_norm: Tensor
+) -> dict[str, Any]:
+    """Save, evaluate and log after a step, if due. Return the log record; {} if nothing is due.
+
+    `losses`, `grad_norm`: the results of `train_step`. After the last step of a run there is always
+    a record. Raises TrainingDiverged after several skipped updates in a row, and SaveError if a
+    snapshot cannot be written.
+    """
+    args, process = run.args, run.process
+    run.recent_losses.append(losses)
+    skipped.add_grad_norm(grad_norm)
+    # All processes must do the same after the same step. They all stop if one of them received a
+    # signal to stop. They all save if a signal or --save-minutes asked one of them to save. They
+    # all log if rank 0 has printed nothing for a long time.
+    run.stop_signal, save_requested, log_overdue = process.all_reduce_max(
+        [run.received_signal, is_save_requested_or_overdue(run), is_log_overdue(run)]
+    )
+    log_now = is_due(run, args.log_interval) or log_overdue
+    evaluate_now = is_due(run, args.eval_interval)
+    save_now = save_is_due(run, skipped, save_requested > 0)
+    if not (log_now or evaluate_now or save_now):
+        return {}
+    skipped.count_skips_in_a_row()  # if it raises TrainingDiverged, nothing is logged or saved
+    record = make_step_record(run, losses, grad_norm)
+    if save_now:  # before the evaluation, which may take long or fail
+        with run.clock.paused("save"):
+            save(run, args.checkpoint_path, record)
+    if evaluate_now:
+        evaluate_and_save_best(run, record)
+    write_and_print_record(run, record)
+    return record
+
+
+def is_due(run: Run, interval: int) -> bool:
     """Return True at the last step and at every `interval`-th step (0: only at the last)."""
-    return step >= num_steps or (interval > 0 and step % interval == 0)
+    return run.step >= run.args.num_steps or (interval > 0 and run.step % interval == 0)
 
 
 def save_is_due(run: Run, skipped: SkippedUpdateCounter, asked: bool) -> bool:
     """Return True if a snapshot is to be saved after this step.
 
-    A save is due:
-    - at the end of the run
-    - if a signal or --save-minutes `asked` for a save
-    - if the last save is in an earlier interval of --save-interval steps
-    - at the first evaluation, if nothing was saved before.
+    A save is due at the end of the run, if a signal or --save-minutes `asked` for it, if the last
+    save is in an earlier interval of --save-interval steps, and at the first evaluation if nothing
+    was saved before.
 
-    While updates are skipped, a save waits, unless the run ends. Each save renames the last
-    snapshot to `.prev.pt`. Skipped updates change no weight, so both files would soon have equal
-    weights.
+    While updates are skipped, a save waits, unless the run ends: it would rename the last snapshot
+    to `.prev.pt`, and soon both files would have the same weights.
     """
     interval, first = run.args.save_interval, run.args.eval_interval
     if run.step == run.args.num_steps or run.stop_signal:
         return True
     by_steps = interval > 0 and run.step // interval > run.saved_step // interval
     is_first = run.saved_step == 0 and 0 < first <= run.step
-    # (`count_skips_in_a_row` waits for the GPU. As the last condition, it runs only if a save is
-    # due.)
+    # (Last, because `count_skips_in_a_row` waits for the GPU.)
     return (asked or by_steps or is_first) and skipped.count_skips_in_a_row() == 0
 
 
-def log_and_maybe_evaluate(run: Run, record: dict[str, Any], evaluate_now: bool) -> None:
-    """Log `record`. With `evaluate_now`, first evaluate and add the results to `record`.
-
-    The weights with the lowest validation loss so far are saved as `.best.pt`.
-    """
-    if evaluate_now:
-        with run.clock.paused("evaluate"):
-            record |= evaluate(run)
-            if record["val_loss"] < run.best_val_loss:
-                run.best_val_loss = record["val_loss"]
-                save(run, sibling_path(run.args.checkpoint_path, ".best.pt"), record)
-    write_and_print_record(run, record)
+def evaluate_and_save_best(run: Run, record: dict[str, Any]) -> None:
+    """Evaluate, and add the results to `record`. Save the weights as `.best.pt` if their validation
+    loss is the lowest so far."""
+    with run.clock.paused("evaluate"):
+        record |= evaluate(run)
+        if record["val_loss"] < run.best_val_loss:
+            run.best_val_loss = record["val_loss"]
+            save(run, sibling_path(run.args.checkpoint_path, ".best.pt"), record)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,16 +3,12 @@
 Train on two GPUs or, on a machine without GPUs, with two CPU processes:
     torchrun --nproc-per-node=2 train_sp.py --use-activation-checkpoint
 
-Several machines and restarts work as with train_ddp.py. Every trainer can resume the snapshots of
-every other trainer:
-    python train_minimal.py --resume --checkpoint-path checkpoints/minigpt_sp.pt
-
-With train_ddp.py and train_fsdp.py each process has its own sequences. More processes allow a
-larger batch, but not a longer sequence. Here all N processes compute each sequence together
-(sequence parallelism). Each process has 1/N of the tokens, and in attention 1/N of the heads
-(memory/sequence.py). So each process keeps 1/N of the activations, and sequences can be N times as
-long. (Attention's time grows with the length squared.) The price: tensors are exchanged twice in
-each attention, and twice in its backward. The model is sharded as in train_fsdp.py.
+With train_ddp.py and train_fsdp.py each process has its own sequences: more processes allow a
+larger batch, but not a longer sequence. Here N processes compute each sequence together (sequence
+parallelism), each with 1/N of the tokens and, in attention, 1/N of the heads (memory/sequence.py).
+So each process keeps 1/N of the activations, and sequences can be N times as long. (Attention's
+time grows with the length squared.) The price: two exchanges of tensors in each attention, and two
+in its backward. The model is sharded, and --resume and restarts work, as in train_fsdp.py.
 
 A step minimizes the mean loss over all tokens, as with one process. Without dropout the results are
 the same up to rounding. With dropout they differ, because each process draws its own masks.
@@ -35,19 +31,19 @@ from torch import Tensor
 from memory.sequence import SequenceShard, WithBackward
 from model import MiniGPT
 from train_fsdp import FSDPProcess
-from trainer.flags import check_sequence_parallel
-from trainer.torchrun import main_and_exit
+from train_minimal import train
+from trainer.flags import build_parser, check_sequence_parallel
+from trainer.shutdown import run_safely
+from trainer.torchrun import main_and_exit, print_error_once
 
 
 class SPProcess(FSDPProcess):
-    """One of N processes that torchrun started. Each has one device, 1/N of the model and 1/N of
-    every sequence.
+    """One of N processes that torchrun started, each with 1/N of the model and of every sequence.
 
-    Raises UsageError if torchrun did not start this process, or if a flag does not work with
-    shared sequences.
+    Raises UsageError if torchrun did not start this process, or for a flag that cannot work here.
     """
 
-    script, default_checkpoint_path = "train_sp.py", "checkpoints/minigpt_sp.pt"
+    script = "train_sp.py"
 
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)
@@ -126,7 +122,11 @@ class SPProcess(FSDPProcess):
         return values
 
 
-main = SPProcess.main
+def main(argv: list[str] | None = None) -> int:
+    """Train as one of torchrun's processes; return its exit code."""
+    args = build_parser(SPProcess.script, "checkpoints/minigpt_sp.pt").parse_args(argv)
+    return run_safely(args, SPProcess, train, print_error_once)
+
 
 if __name__ == "__main__":
     main_and_exit(main)

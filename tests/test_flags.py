@@ -111,11 +111,11 @@ def test_tokens_as_people_write_them(word, tokens):
     assert parse(f"--eval-tokens {word}").eval_tokens == tokens
 
 
-BATCH = "--batch-size 5 --grad-accum-steps 2 --seq-len 10"  # 100 tokens a process
+BATCH = "--batch-size 5 --grad-accum-steps 2 --seq-len 10"  # 100 tokens a replica
 
 
 @pytest.mark.parametrize(
-    ("flags", "processes", "steps", "warm_up"),
+    ("flags", "replicas", "steps", "warm_up"),
     [
         ("", 1, 1000, 50),  # the default
         ("--num-steps 40", 1, 40, 2),
@@ -127,11 +127,11 @@ BATCH = "--batch-size 5 --grad-accum-steps 2 --seq-len 10"  # 100 tokens a proce
         ("--num-epochs 1.1 --batch-size 1 --grad-accum-steps 1", 1, 121, 6),  # not as floats are
     ],
 )
-def test_in_steps(flags, processes, steps, warm_up):
-    args = resolve_defaults(parse(f"{BATCH} {flags}"), processes)
+def test_in_steps(flags, replicas, steps, warm_up):
+    args = resolve_defaults(parse(f"{BATCH} {flags}"), replicas)
     if args.num_epochs is None:  # then nothing has to wait for the data
         assert (args.num_steps, args.warmup_steps) == (steps, warm_up)
-    set_num_steps(args, processes, windows=110)
+    set_num_steps(args, replicas, windows=110)
     assert (args.num_steps, args.warmup_steps) == (steps, warm_up)
 
 

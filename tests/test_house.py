@@ -180,3 +180,9 @@ def test_the_models_forward():
     assert len(code.splitlines()) <= 30
     (loop,) = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.For | ast.While))
     assert not re.search("group|offload|slice|chunk|compile", ast.unparse(loop))
+
+
+def test_the_loop_is_seen_at_a_glance():
+    """A training step and the bar; all else is one call."""
+    (loop,) = (node for node in ast.walk(tree("train_minimal.py")) if isinstance(node, ast.While))
+    assert (loop.end_lineno or 0) - loop.lineno <= 10

@@ -59,8 +59,9 @@ LARGE += " --lr-scheduler=constant --eval-interval=3 --grad-clip-norm=0.1 --samp
 
 def train(path: Path, script: str, *flags: str, processes: int) -> str:
     """What the run says."""
-    how = {"script": script, "processes": processes, "OMP_NUM_THREADS": "2"}
-    result = torchrun(path, *LARGE.split(), *flags, **how)
+    result = torchrun(
+        path, *LARGE.split(), *flags, script=script, processes=processes, OMP_NUM_THREADS="2"
+    )
     assert "view tensor" not in result.stderr
     return result.stdout
 
@@ -153,8 +154,9 @@ def test_gradients_live_in_buckets_from_the_first_on(tmp_path):
     AdamW's moments are there already. Three steps each."""
     flags = "--no-amp --grad-accum-steps=2 --lr-scheduler=constant --warmup-steps=0".split()
     for more in (["--num-steps=3"], ["--num-steps=6", "--resume"]):
-        how = {"script": "tests/harness/sharded.py buckets"}
-        result = torchrun(tmp_path / "run.pt", *flags, *more, **how)
+        result = torchrun(
+            tmp_path / "run.pt", *flags, *more, script="tests/harness/sharded.py buckets"
+        )
         assert result.stdout.count(f"{4 * ALL} bytes, from the first on") == 2
 
 
@@ -162,8 +164,7 @@ def test_gradients_live_in_buckets_from_the_first_on(tmp_path):
 # gradients are dealt out, and squares of their norm are added up, in float64.
 EACH = [4 * BLOCK, 4 * BLOCK, 4 * POSITIONS, 4 * SHARED]
 GATHERS = [["_allgather_base_", size] for size in [*EACH, 4 * BLOCK, 4 * BLOCK]]
-ONCE = [["_reduce_scatter_base_", size] for size in EACH]
-ONCE += [["allreduce_", 8]]
+ONCE = [*(["_reduce_scatter_base_", size] for size in EACH), ["allreduce_", 8]]
 # Where sequences are shared, each block's q, k and v go to their heads' process, attention's result
 # comes back, and so do gradients: 2 sequences of 8 tokens each. And the loss is summed up.
 QKV, ATTENDED = 4 * 2 * 8 * 48, 4 * 2 * 8 * 16
@@ -235,6 +236,16 @@ def test_torchrun_is_found_above(monkeypatch, lives, processes):
     assert bootstrap.torchrun_lives() == lives
     monkeypatch.setattr(os.path, "exists", lambda path: False)
     assert bootstrap.torchrun_lives() == (parent != 1)
+
+
+@pytest.mark.parametrize(("kind", "depth"), [(DDPProcess, 3), (FSDPProcess, 3), (SPProcess, 4)])
+def test_no_process_takes_back_what_one_above_it_has_changed(kind, depth):
+    """On the way down from OneProcess, a flag or a method has each value once."""
+    *lineage, _ = kind.__mro__
+    assert len(lineage) == depth and lineage[-1] is OneProcess
+    for name in (name for name in vars(OneProcess) if not name.startswith("__")):
+        values = [vars(owner)[name] for owner in lineage if name in vars(owner)]
+        assert len(values) == len({*values}), name
 
 
 def of_two(monkeypatch, rank: int = 1, port: int = 4242) -> DDPProcess:

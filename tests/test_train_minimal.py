@@ -44,12 +44,11 @@ def test_clipping_sees_true_gradients(tmp_path):
 
 
 def test_precision_follows_the_hardware(monkeypatch):
-    cpu = torch.device("cpu")
     for has, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr("trainer.device.cpu_has_bfloat16", lambda has=has: has)
-        assert choose_precision(parse(), cpu) == dtype
-        assert choose_precision(parse(BF16), cpu) == torch.bfloat16
-        assert choose_precision(parse(FP32), cpu) == torch.float32
+        assert choose_precision(parse(), CPU) == dtype
+        assert choose_precision(parse(BF16), CPU) == torch.bfloat16
+        assert choose_precision(parse(FP32), CPU) == torch.float32
 
 
 # ---- What is printed and written
@@ -194,8 +193,14 @@ def test_a_compiler_that_fails_is_told_before_anything_is_written(path, monkeypa
 def test_a_compiler_without_its_folder_is_told(path):
     """In a new process: torch makes the folder when it imports its compiler, in every run."""
     command = [sys.executable, "train_minimal.py", *TINY, f"--checkpoint-path={path}"]
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": "/proc/nope"}
-    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": "/proc/nope"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert ended.returncode == 2 and not [*path.parent.iterdir()]
     assert re.fullmatch("error: TORCHINDUCTOR_CACHE_DIR: .*\n", ended.stderr)
 
@@ -212,8 +217,9 @@ def test_a_gpu_tells_what_its_allocator_took(monkeypatch):
     found = peak_memory_fields(CUDA)
     assert (found["peak_memory_bytes"], found["peak_active_bytes"]) == (2**30, 2**31)
     record = dict(step=1, epoch=0, lr=1, train_loss=1, step_ms=1, tokens_per_s=1, eta_s=3700)
-    line = format_line(record | found, 20)
-    assert line.endswith("eta 1:01:40 | peak 1.0 GiB cuda (25.0% of the card)")
+    assert format_line(record | found, 20).endswith(
+        "eta 1:01:40 | peak 1.0 GiB cuda (25.0% of the card)"
+    )
 
 
 # ---- Time
@@ -296,6 +302,5 @@ sys.exit(train_minimal.main(sys.argv[1:]))
 
 def test_torch_without_distributed(path):
     """As AMD's for Windows is, and some of NVIDIA's for Jetsons."""
-    words = [*TINY, "--num-steps=1", f"--checkpoint-path={path}"]
-    result = run([sys.executable, "-c", ALONE, *words])
+    result = run([sys.executable, "-c", ALONE, *TINY, "--num-steps=1", f"--checkpoint-path={path}"])
     assert (result.returncode, result.stderr) == (0, "") and snapshot(path)["step"] == 1

@@ -451,12 +451,15 @@ def build_parser(prog: str, checkpoint_path: str) -> argparse.ArgumentParser:
     return parser
 
 
-def tokens_per_step(args: argparse.Namespace, processes: int) -> int:
-    """Return the number of tokens in a training step: in all micro-batches of all processes."""
-    return int(args.batch_size * args.seq_len * args.grad_accum_steps * processes)
+def tokens_per_step(args: argparse.Namespace, replicas: int) -> int:
+    """Return the number of tokens in a training step, in all micro-batches of all replicas.
+
+    `replicas`: see `OneProcess.replicas`.
+    """
+    return int(args.batch_size * args.seq_len * args.grad_accum_steps * replicas)
 
 
-def resolve_defaults(args: argparse.Namespace, processes: int = 1) -> argparse.Namespace:
+def resolve_defaults(args: argparse.Namespace, replicas: int = 1) -> argparse.Namespace:
     """Set the defaults that depend on other flags, in `args` itself, and return `args`. Raises
     UsageError if flags contradict each other."""
     lengths = [flag(name) for name in RUN_LENGTH_FLAGS if name in args.typed]
@@ -472,7 +475,7 @@ def resolve_defaults(args: argparse.Namespace, processes: int = 1) -> argparse.N
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    set_num_steps(args, processes)
+    set_num_steps(args, replicas)
     if args.min_lr is None:
         args.min_lr = args.lr / 10
     if args.min_lr > args.lr:
@@ -517,7 +520,7 @@ def check_sequence_parallel(args: argparse.Namespace, processes: int) -> None:
         raise UsageError("--compile: train_fsdp.py can; train_sp.py has not been tried with it")
 
 
-def set_num_steps(args: argparse.Namespace, processes: int, windows: int | None = None) -> None:
+def set_num_steps(args: argparse.Namespace, replicas: int, windows: int | None = None) -> None:
     """Set --num-steps to the length that --num-tokens or --num-epochs gives, rounded up to whole
     steps. Then set the default of --warmup-steps, which depends on --num-steps.
 
@@ -532,7 +535,7 @@ def set_num_steps(args: argparse.Namespace, processes: int, windows: int | None 
         # Fraction(1.1) is a little more than 1.1, and would give 12 steps.
         tokens = Fraction(str(args.num_epochs)) * windows * args.seq_len
     if tokens is not None:
-        args.num_steps = math.ceil(Fraction(tokens) / tokens_per_step(args, processes))
+        args.num_steps = math.ceil(Fraction(tokens) / tokens_per_step(args, replicas))
     if args.warmup_steps is None:
         args.warmup_steps = args.num_steps // 20
 

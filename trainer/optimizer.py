@@ -113,7 +113,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         products: dtype of Muon's matmuls.
     """
 
-    # Tensor () float32 on the device. If it is 1, a step changes nothing. See `update_if_finite`.
+    # Tensor () float32 on the device. If it is 1, a step changes nothing. See `step_if_finite`.
     found_inf: Tensor | None = None
 
     def __init__(
@@ -323,7 +323,7 @@ def optimizer_name(args: argparse.Namespace) -> str:
     return {"adamw": "AdamW", "muon": "Muon and AdamW"}[args.optimizer]
 
 
-def update_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Tensor:
+def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Tensor:
     """Do one step of the optimizer, but change no bit if the scalar `grad_norm` is not finite.
 
     `grad_norm` is the norm of all gradients. Return `grad_norm`, on MPS as a tensor on the CPU.

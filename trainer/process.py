@@ -1,15 +1,16 @@
 """Methods for everything in the training loop that depends on the number of processes.
 
-OneProcess has the methods for one process. A trainer for several processes only overrides some
-of them, in a subclass: see train_ddp.py, train_fsdp.py and train_sp.py.
+OneProcess has the methods for one process. TorchrunProcess (torchrun.py) overrides those that only
+need a connection to other processes. DDPProcess (train_ddp.py) and FSDPProcess (train_fsdp.py)
+override those that depend on what a process holds of the model.
 """
 
 import argparse
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -57,9 +58,10 @@ class OneProcess:
         Raises UsageError if there is no such device, or if torchrun started several processes.
         """
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            world = f"WORLD_SIZE is {os.environ['WORLD_SIZE'][:40]}"
-            starts = "torchrun starts train_ddp.py, train_fsdp.py or train_sp.py"
-            raise UsageError(f"{starts}; this is for one process, but {world}")
+            raise UsageError(
+                "torchrun starts train_ddp.py, train_fsdp.py or train_sp.py; this is for one "
+                f"process, but WORLD_SIZE is {os.environ['WORLD_SIZE'][:40]}"
+            )
         return cls(choose_device(args.device))
 
     @property
@@ -98,13 +100,14 @@ class OneProcess:
         """Return the module that the loop calls: `model`, or a wrapper around it."""
         return model
 
-    def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
-        """Return a context for forward *and* backward of a micro-batch.
+    @contextmanager
+    def gradient_sync(self, enabled: bool) -> Iterator[None]:
+        """Context of forward *and* backward of a micro-batch.
 
         If `enabled`, backward averages the gradients over all processes. Otherwise each process
         sums its own gradients.
         """
-        return nullcontext()
+        yield
 
     def clip_gradients(
         self, parameters: Iterable[nn.Parameter], limit: float, foreach: bool | None = None

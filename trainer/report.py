@@ -197,11 +197,6 @@ def write_and_print_record(run: Run, record: dict[str, Any]) -> None:
     for write in run.metric_writers:
         write(record)
     run.unlogged_record = {}
-    print_log_line(run, record)
-
-
-def print_log_line(run: Run, record: dict[str, Any]) -> None:
-    """Print the log line of a record, and store the time."""
     run.process.print0(format_line(record, run.args.num_steps))
     run.last_log_time = time.perf_counter()
 

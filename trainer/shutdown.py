@@ -63,9 +63,9 @@ def run_safely(
         run = None  # frees DDP's wrapper, which must be freed before its connections close
         process.close()
         return code
-    except (UsageError, SnapshotError, NotFinite, PredictedOutOfMemory) as error:
+    except (UsageError, SnapshotError, TrainingDiverged, PredictedOutOfMemory) as error:
         print_error_line(error)
-        return {NotFinite: 3, PredictedOutOfMemory: 4}.get(type(error), 2)
+        return {TrainingDiverged: 3, PredictedOutOfMemory: 4}.get(type(error), 2)
     except PlanError as error:
         print_error_line(f"--use-activation-checkpoint auto: {error}; name a policy")
         return 2
@@ -120,16 +120,18 @@ def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
         if isinstance(error, DataError):
             raise
     if run.stop_signal and (run.step < args.num_steps or run.unlogged_record):
-        after = f"{signal.Signals(run.stop_signal).name} after step {run.step:,}"
         note = (
             " (torchrun's traceback below is no crash)"
             if "TORCHELASTIC_RUN_ID" in os.environ
             else ""
         )
-        say(f"stopped  {after}: saved{note}; go on with --resume: {resume_command(run)}")
+        say(
+            f"stopped  {signal.Signals(run.stop_signal).name} after step {run.step:,}: saved{note};"
+            f" go on with --resume: {resume_command(run)}"
+        )
         return 128 + run.stop_signal
     if not math.isfinite(record["val_loss"]):
-        raise NotFinite(
+        raise TrainingDiverged(
             f"the validation loss is not finite after the last step, {run.step}: try a lower --lr "
             f"than {args.lr:.2g}; the weights in {args.checkpoint_path} are of no use"
         )
@@ -201,9 +203,9 @@ class Signals:
             signal.signal(number, signal.SIG_IGN if ignore else handler)
 
 
-class NotFinite(Exception):
-    """Error: loss or gradients were infinite or NaN in several steps in a row. Training cannot go
-    on."""
+class TrainingDiverged(Exception):
+    """Error: loss or gradients were infinite or NaN in several steps in a row, or the validation
+    loss after the last step is."""
 
 
 def nan_grads_if_infinite(loss: Tensor) -> Tensor:
@@ -245,8 +247,8 @@ class SkippedUpdateCounter:
     def count_skips_in_a_row(self) -> int:
         """Wait for the last step. Return how many updates were skipped in a row, up to that step.
 
-        Prints one warning per skip. Raises NotFinite after 3 skips in a row; with float16, after
-        20.
+        Prints one warning per skip. Raises TrainingDiverged after 3 skips in a row; with float16,
+        after 20.
 
         The limit is not 1, because a single bad batch is no reason to stop. With float16 some skips
         are normal: GradScaler searches for the largest loss scale without overflow, so there is an
@@ -262,9 +264,12 @@ class SkippedUpdateCounter:
         run, float16 = self.run, self.run.scaler.is_enabled()
         limit = min(20 if float16 else 3, run.args.num_steps)  # (no step has made an update)
         if self.in_a_row >= limit:
-            lower = f"a lower --lr than {run.args.lr:.2g}"
-            flags = "--amp-dtype bfloat16 or --no-amp" if float16 else lower
-            raise NotFinite(
+            flags = (
+                "--amp-dtype bfloat16 or --no-amp"
+                if float16
+                else f"a lower --lr than {run.args.lr:.2g}"
+            )
+            raise TrainingDiverged(
                 f"loss or gradients were not finite in {limit} steps in a row, {step - limit + 1} "
                 f"to {step}: try {flags}; --detect-anomaly finds the operation; {resume_hint(run)}"
             )
@@ -302,8 +307,9 @@ def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> st
         smaller_policy = policies_to_try(run.policies, device_type)[0][0]
     back = f"; {resume_hint(run)}" if run.saved_step else ""
     now = describe_memory_flags(with_flags(args, use_activation_checkpoint=policy))
-    evaluating = not run.model.training
-    change = describe_suggested_change(args, device_type, policy, smaller_policy, evaluating)
+    change = describe_suggested_change(
+        args, device_type, policy, smaller_policy, in_evaluation=not run.model.training
+    )
     return f"{now}; try {change}{back}"
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from .bootstrap import end_with_torchrun
 from .device import choose_device
 from .flags import UsageError, print_error
-from .process import OneProcess
+from .process import OneProcess, T
 
 # Maximal time in seconds that processes wait for each other. While one process alone saves,
 # compiles or reads its data, the others wait for it, so the time must be long enough for that. The
@@ -38,14 +38,13 @@ class TorchrunProcess(OneProcess):
         """
         self.args = args
         try:
-            self.rank = int(os.environ["RANK"])
-            self.local_rank = int(os.environ["LOCAL_RANK"])
-            self.world_size = int(os.environ["WORLD_SIZE"])
-            self.port = int(os.environ["MASTER_PORT"])
+            self.rank, self.local_rank, self.world_size, self.port = (
+                int(os.environ[name])
+                for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+            )
             self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             self.address = os.environ["MASTER_ADDR"]
-            seconds = float(os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S))
-            self.timeout = timedelta(seconds=seconds)
+            self.timeout = timedelta(seconds=float(os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S)))
             if not 0 <= self.rank < self.world_size:
                 raise ValueError(f"RANK {self.rank} of WORLD_SIZE {self.world_size}")
         except (KeyError, ValueError, OverflowError) as error:  # a variable is missing, or wrong
@@ -122,14 +121,15 @@ class TorchrunProcess(OneProcess):
             # The store also has the addresses of processes that died (pytorch#135712). So the
             # living processes store their addresses under a prefix that only they use.
             key = agree_on_key(self.store, self.rank, self.world_size, self.timeout)
-            options |= {"store": dist.PrefixStore(key, self.store)}
-            options |= {"rank": self.rank, "world_size": self.world_size}
+            store = dist.PrefixStore(key, self.store)
+            options |= {"store": store, "rank": self.rank, "world_size": self.world_size}
         try:
             dist.init_process_group("gloo", **options)
         except RuntimeError as error:
             if "EADDRINUSE" in str(error):
-                port = f"MASTER_PORT={self.port}"
-                raise UsageError(f"{port}: another program has this port; choose another") from None
+                raise UsageError(
+                    f"MASTER_PORT={self.port}: another program has this port; choose another"
+                ) from None
             if not UNREACHABLE_PATTERN.search(str(error)):
                 raise
             raise UsageError(
@@ -137,6 +137,23 @@ class TorchrunProcess(OneProcess):
                 "GLOO_SOCKET_IFNAME on each machine to the network interface that leads to the "
                 "others (one name, as `ip addr` lists them)"
             ) from None
+
+    def all_reduce_max(self, values: list[int]) -> list[int]:
+        largest = torch.tensor(values)  # on the CPU: the default group is gloo's
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.tolist()
+
+    def all_gather_object(self, mine: T) -> list[T]:
+        gathered = [mine] * self.world_size
+        dist.all_gather_object(gathered, mine)
+        return gathered
+
+    def print0(self, line: str) -> None:
+        if self.rank == 0:
+            super().print0(line)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
 
     def new_nccl_group(self) -> "dist.ProcessGroup | None":
         """Return a new NCCL group of all processes' GPUs, or None: use the default gloo group.
@@ -186,10 +203,9 @@ def print_error_once(message: object) -> None:
 
 # Parts of gloo's messages when it cannot reach the other processes, or finds no network interface
 UNREACHABLE_PATTERN = re.compile("connectFullMesh|Unable to find (address|interface)|device.cc")
-# Parts of the messages of NCCL, gloo and the store when another process is late (LATE_PATTERN) or
-# has ended (GONE_PATTERN)
-LATE_PATTERN = re.compile(r"[Tt]imed out|[Tt]imeout")
-GONE_PATTERN = re.compile(
+# Parts of the messages of NCCL, gloo and the store when another process is late, or has ended
+PEER_TIMEOUT_PATTERN = re.compile(r"[Tt]imed out|[Tt]imeout")
+PEER_ENDED_PATTERN = re.compile(
     "gloo/|ncclRemoteError|remote process exited|closed by remote peer|Connection (reset|refused|"
     "closed)|Broken pipe|communicator (was )?aborted"
 )
@@ -201,16 +217,17 @@ def peer_failure_message(error: Exception) -> str | None:
     Return None also if NCCL finds a fault on this machine: then a traceback is printed.
     """
     text, rank = str(error), os.environ.get("RANK")
-    late = isinstance(error, TimeoutError) or LATE_PATTERN.search(text)
+    late = isinstance(error, TimeoutError) or PEER_TIMEOUT_PATTERN.search(text)
     is_theirs = isinstance(error, dist.DistError | TimeoutError) or "gloo/" in text
     if isinstance(error, dist.DistBackendError):
-        is_theirs = bool(late or GONE_PATTERN.search(text))
+        is_theirs = bool(late or PEER_ENDED_PATTERN.search(text))
     if rank is None or not is_theirs:
         return None
     if late:
         seconds = os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S)
-        vain = f"waited {seconds} s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
-        return f"rank {rank} {vain}"
+        return (
+            f"rank {rank} waited {seconds} s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
+        )
     return f"rank {rank} lost the connection to another process, which ended ({reason(error)})"
 
 

@@ -175,11 +175,10 @@ def learn(process: OneProcess, variant: dict, dtype: torch.dtype, in_all: int = 
 
 
 def steps(fsdp: FSDPProcess, which: str) -> str:
-    ddp = DDPProcess(fsdp.args)
     variants = VARIANTS if which == "all" else [VARIANTS[i] for i in (0, 1, -8, -7, -5, -3)]
     for dtype in (torch.float32, torch.bfloat16):
         for variant in variants:
-            ddp.buckets_are_final = False
+            ddp = DDPProcess(fsdp.args)
             expected = learn(ddp, variant, dtype)
             del ddp.wrapper
             gc.collect()
@@ -248,14 +247,13 @@ SUMS_OF_THREE = ["skips", "embedding_in_each_block", "first_stream"]
 
 def changed(sp: SPProcess, *names: str) -> str:
     """Compare each change that `check_model` accepts with one process. Print what it refuses."""
-    one, ddp, fsdp = OneProcess(sp.device), DDPProcess(sp.args), FSDPProcess(sp.args)
+    one, fsdp = OneProcess(sp.device), FSDPProcess(sp.args)
     one.args = sp.args
     for name in names:
         put_in(name)
-        ddp.buckets_are_final = False
         dtype = torch.float64 if name in SUMS_OF_THREE else torch.float32
         expected = learn(one, {}, dtype, in_all=2)
-        for process in (ddp, fsdp, sp):
+        for process in (DDPProcess(sp.args), fsdp, sp):
             if not accepts(process, "none"):
                 if sp.rank == 0:
                     print(f"refused {name} {process.script}")
