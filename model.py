@@ -4,13 +4,13 @@ The architecture is GPT-2's (Radford et al., 2019): learned position embeddings,
 blocks, tanh GELU, biases, and a head that shares its weight with the token embedding.
 
 Start at `MiniGPT.forward`, which runs the whole model. This project is about its call of
-`checkpoint`. This file needs only torch, so you can copy it alone. The folder memory/ has
-techniques that save more memory. Its recompute policies call `Block`'s methods.
+`checkpoint`. This file is complete: it needs only torch. The trainers use a subclass with more
+techniques that save memory, MemorySavingGPT (memory/gpt.py). It overrides `embed`, `head_loss` and
+`blocks_with_recompute`; the results are the same, up to the rounding of chunks.
 
 Shapes: B batch size, T tokens per sequence, C channels (d_model), H heads, D = C / H, V vocabulary.
 """
 
-import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -24,16 +24,15 @@ from torch.utils.checkpoint import checkpoint
 
 # KV cache of a layer: [] or [keys, values], each (B, H, tokens so far, D). None: no cache.
 KVCache = list[Tensor] | None
+# Layers whose weights `init_weights` draws, also those that only a changed model may have.
 DRAWN_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Conv1d)
-# The package memory/; None if missing. (Another package may have this name: hence the `hasattr`.)
-MEMORY_PACKAGE: Any = importlib.util.find_spec("memory") and importlib.import_module("memory")
 
 
 @dataclass(frozen=True)
 class MiniGPTConfig:
     """Shape of a MiniGPT (by default GPT-2 small, 124M parameters) and its memory settings.
 
-    Raises ValueError with the name of an impossible field, and ImportError without memory/."""
+    Raises ValueError with the name of an impossible field."""
 
     vocab_size: int = 50257
     max_position_embeddings: int = 1024
@@ -43,8 +42,8 @@ class MiniGPTConfig:
     d_ff: int = 3072
     dropout: float = 0.1
     # Memory settings. `recompute` changes no bit of a result. Chunks change only the rounding.
-    recompute: str = "none"  # "full": checkpoint each block. Other policies: memory/policies.py
-    # Number of chunks of tokens. 0: memory/ chooses the number (without memory/: one chunk).
+    recompute: str = "none"  # "full": checkpoint each block. MemorySavingGPT has more policies
+    # Number of chunks of tokens, for MemorySavingGPT. 0: it chooses the number.
     loss_chunks: int = 0  # chunks of the head and of the loss
     mlp_chunks: int = 1  # chunks of ln_2 and the MLP, in blocks whose MLP backward recomputes
 
@@ -59,11 +58,6 @@ class MiniGPTConfig:
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
-        if self.recompute not in ("none", "full") or self.loss_chunks > 1 or self.mlp_chunks != 1:
-            if not hasattr(MEMORY_PACKAGE, "normalized_recompute"):
-                raise ImportError(f"this needs the folder memory/ beside model.py: {self}")
-            # Store the shortest text that means the same: "mlp:12,cheap" of 12 blocks is "mlp".
-            object.__setattr__(self, "recompute", MEMORY_PACKAGE.normalized_recompute(self))
 
 
 class Attention(nn.Module):
@@ -75,6 +69,12 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.d_model, 3 * config.d_model)  # q, k and v in one matmul
         self.c_proj = nn.Linear(config.d_model, config.d_model)
         self.dropout = config.dropout  # the probability; the attention kernel draws the mask
+
+    def forward(self, x: Tensor, kv_cache: KVCache = None) -> Tensor:
+        return self.c_proj(self.attend(self.qkv(x), kv_cache))  # (B, T, C)
+
+    def qkv(self, x: Tensor) -> Tensor:
+        return self.c_attn(x)  # (B, T, 3C)
 
     def attend(self, qkv: Tensor, kv_cache: KVCache = None) -> Tensor:
         """Run attention on q, k and v, side by side in `qkv` (B, T, 3C); return (B, T, C).
@@ -95,20 +95,25 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers for each position separately. `Block` applies the GELU between them."""
+    """Two linear layers with a GELU between them, for each position separately."""
 
     def __init__(self, config: MiniGPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.d_model, config.d_ff)
         self.c_proj = nn.Linear(config.d_ff, config.d_model)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_project(self.up_project(x))  # (B, T, C)
+
+    def up_project(self, x: Tensor) -> Tensor:
+        return self.c_fc(x)  # (B, T, d_ff), the widest tensor of a block
+
+    def down_project(self, wide: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(wide, approximate="tanh"))
+
 
 class Block(nn.Module):
-    """One transformer block: x (B, T, C) -> (B, T, C).
-
-    It has two halves, attention and MLP, each with its LayerNorm. A *policy* (memory/policies.py)
-    calls a block's methods, some in an activation checkpoint. `qkv` and `up_project` are separate
-    methods, so that a policy can keep or recompute their results, the halves' largest tensors."""
+    """One transformer block: x (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config: MiniGPTConfig):
         super().__init__()
@@ -119,48 +124,18 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, kv_cache: KVCache = None, policy: Any = None) -> Tensor:
-        """Run the block. With a `policy`, call `policy(block, x)` instead."""
+        """Run the block. A `policy` (memory/policies.py) calls this method again, without a policy,
+        on a View: the same block, but some of its methods run in activation checkpoints."""
         if policy is not None:
-            return policy(self, x)
-        return self.add_residuals(x, lambda x: self.attention(x, kv_cache), self.feed_forward)
-
-    def add_residuals(self, x: Tensor, attention: Callable, feed_forward: Callable) -> Tensor:
-        """Add the results of both halves to the residual stream x. All are (B, T, C)."""
-        x = x + self.dropout(attention(x))
-        return x + self.dropout(feed_forward(x))
+            return policy(self, x, kv_cache)
+        x = x + self.dropout(self.attention(x, kv_cache))
+        return x + self.dropout(self.feed_forward(x))
 
     def attention(self, x: Tensor, kv_cache: KVCache = None) -> Tensor:
-        return self.attn.c_proj(self.attn.attend(self.qkv(x), kv_cache))
-
-    def qkv(self, x: Tensor) -> Tensor:
-        return self.attn.c_attn(self.ln_1(x))  # (B, T, 3C)
+        return self.attn(self.ln_1(x), kv_cache)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        return self.down_project(self.up_project(x))
-
-    def up_project(self, x: Tensor) -> Tensor:
-        return self.mlp.c_fc(self.ln_2(x))  # (B, T, d_ff), the widest tensor of a block
-
-    def down_project(self, wide: Tensor) -> Tensor:
-        return self.mlp.c_proj(F.gelu(wide, approximate="tanh"))
-
-
-def blocks_with_recompute(model: Any) -> Iterable[tuple[Callable[..., Tensor], bool]]:
-    """Return (block, recompute) for each block. MiniGPT.forward checkpoints it if `recompute`."""
-    recompute = model.training and model.config.recompute == "full"
-    return [(block, recompute) for block in model.blocks]
-
-
-def embed(embedding: nn.Embedding, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Look up ids (B, T): return vectors (B, T, C), and embedding.weight (V, C) for the head."""
-    return embedding(input_ids), embedding.weight
-
-
-def head_loss(x: Tensor, weight: Tensor, labels: Tensor, loss_chunks: int) -> Tensor:
-    """Return the mean cross-entropy, in nats, of the logits x @ weight.T and the labels (B, T).
-    x (B, T, C), weight (V, C). Labels of -100 are ignored. `loss_chunks`: only memory/ uses it."""
-    exact = torch.promote_types(x.dtype, torch.float32)
-    return F.cross_entropy(F.linear(x, weight).flatten(0, 1).to(exact), labels.flatten())
+        return self.mlp(self.ln_2(x))
 
 
 class MiniGPT(nn.Module):
@@ -176,17 +151,12 @@ class MiniGPT(nn.Module):
 
     def __init__(self, config: MiniGPTConfig):
         super().__init__()
-        self.config = config
+        self.config = self.checked_config(config)
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)  # also the head
         self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.ln_f = nn.LayerNorm(config.d_model)
-        # `forward` calls these three functions. memory/ puts wrappers around them.
-        self.blocks_with_recompute = blocks_with_recompute
-        self.embed, self.head_loss = embed, head_loss
-        if hasattr(MEMORY_PACKAGE, "apply_techniques"):
-            MEMORY_PACKAGE.apply_techniques(self)
         self.init_weights()
 
     def forward(
@@ -199,22 +169,52 @@ class MiniGPT(nn.Module):
         if start + T > limit:
             raise ValueError(f"{start + T} tokens, but max_position_embeddings is {limit}")
         positions = torch.arange(start, start + T, device=input_ids.device)
-        x, head_weight = self.embed(self.token_embedding, input_ids)
+        x, head_weight = self.embed(input_ids)
         x = self.dropout(x + self.position_embedding(positions))  # (B, T, C)
         has_dropout = self.config.dropout > 0
-        for i, (block, recompute) in enumerate(self.blocks_with_recompute(self)):
+        for i, (block, recompute) in enumerate(self.blocks_with_recompute()):
             layer_cache = None if kv_cache is None else kv_cache.setdefault(i, [])
             if recompute:
                 # The activation checkpoint keeps only x and, with dropout, the RNG's state.
-                # Backward runs the block again, with the same dropout masks, and stops at the last
-                # tensor that backward needs: mlp.c_proj's input or, with dropout, the last mask.
+                # Backward runs the block again, with the same dropout masks, up to the last tensor
+                # that backward needs: mlp.c_proj's input or, with dropout, the last mask.
                 x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=has_dropout)
             else:
-                x = block(x, layer_cache)  # autograd keeps all intermediates that backward needs
+                # Autograd keeps all that backward needs, unless a policy checkpoints in the block.
+                x = block(x, layer_cache)
         x = self.ln_f(x)
         if labels is None:
             return F.linear(x if kv_cache is None else x[:, -1:], head_weight)
-        return self.head_loss(x, head_weight, labels, self.config.loss_chunks)
+        return self.head_loss(x, head_weight, labels)  # MemorySavingGPT: in chunks
+
+    def checked_config(self, config: MiniGPTConfig) -> MiniGPTConfig:
+        """Return `config`. Raises ValueError if its memory settings need MemorySavingGPT."""
+        if (
+            config.recompute not in ("none", "full")
+            or config.loss_chunks > 1
+            or config.mlp_chunks != 1
+        ):
+            raise ValueError(
+                f"recompute {config.recompute}, loss_chunks {config.loss_chunks} and mlp_chunks "
+                f"{config.mlp_chunks} need memory.MemorySavingGPT: MiniGPT has recompute none and "
+                "full, and no chunks"
+            )
+        return config
+
+    def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Look up ids (B, T): return vectors (B, T, C), and the weight (V, C) of the head."""
+        return self.token_embedding(input_ids), self.token_embedding.weight
+
+    def blocks_with_recompute(self) -> Iterable[tuple[Callable[..., Tensor], bool]]:
+        """Return (block, recompute) for each block: `forward` checkpoints it if `recompute`."""
+        recompute = self.training and self.config.recompute == "full"
+        return [(block, recompute) for block in self.blocks]
+
+    def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean cross-entropy, in nats, of the logits x @ weight.T and the labels (B, T).
+        x (B, T, C), weight (V, C). Labels of -100 are ignored."""
+        exact = torch.promote_types(x.dtype, torch.float32)
+        return F.cross_entropy(F.linear(x, weight).flatten(0, 1).to(exact), labels.flatten())
 
     @torch.no_grad()
     def init_weights(self, shard_like: Callable = lambda full, weight: full) -> None:
@@ -227,8 +227,9 @@ class MiniGPT(nn.Module):
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
         for layer_name, layer in self.named_modules():
             std = residual_std if layer_name.endswith("c_proj") else 0.02
-            own = layer.named_parameters(recurse=False)
-            for name, parameter in own if isinstance(layer, DRAWN_LAYERS) else ():
+            if not isinstance(layer, DRAWN_LAYERS):
+                continue
+            for name, parameter in layer.named_parameters(recurse=False):
                 if parameter.dim() > 1:
                     full = torch.empty(parameter.shape).normal_(std=std)
                     parameter.copy_(shard_like(full, parameter))

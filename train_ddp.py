@@ -58,9 +58,9 @@ class DDPProcess(TorchrunProcess):
 
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)
-        # flag               set to True                              read in
-        # will_average       gradient_sync, until its context ends    the forward hook of `wrap`
-        # sends_gradients    that hook, until backward has ended      can_retry_alone
+        # flag               is set to True by                        is read by
+        # will_average       gradient_sync; False when it ends        the forward hook of `wrap`
+        # sends_gradients    the forward hook; False after backward   can_retry_alone
         # buckets_are_final  clear_gradients, after the first update  clear_gradients
         self.will_average = self.sends_gradients = self.buckets_are_final = False
 
@@ -85,7 +85,7 @@ class DDPProcess(TorchrunProcess):
         self.will_average, self.sends_gradients = enabled, False
         with nullcontext() if enabled else self.wrapper.no_sync():
             yield
-        # (After an error they keep their values, for `can_retry_alone`.)
+        # (No `finally`: after an error, `can_retry_alone` reads the value from backward.)
         self.will_average = self.sends_gradients = False
 
     def can_retry_alone(self) -> bool:

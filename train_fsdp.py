@@ -13,10 +13,10 @@ each process keeps 1/N of the rows of each tensor, a *shard*, and updates only i
 
 To run a block, a process needs the whole weights of this block. So an all-gather collects them
 before the block runs, and they are freed after the block has run. Backward gathers them once more.
-Then a reduce-scatter sums the block's gradients over all processes, and gives each process the rows
-that it keeps. The price is communication: a block's weights are sent twice in each micro-batch.
-(DDP does not send weights.) Gradients are sent once per step, as with DDP. Until then, a process
-has whole gradients if --grad-accum-steps is above 1.
+Then a reduce-scatter averages the block's gradients over all processes, and gives each process the
+rows that it keeps. The price is communication: a block's weights are sent twice in each micro-
+batch. (DDP does not send weights.) Gradients are sent once per step, as with DDP. Until then, a
+process has whole gradients if --grad-accum-steps is above 1.
 
 Everything else is as in train_ddp.py: the same data in the same order, and the same results. With
 two processes the results are equal to the bit (docs/reliability.md). With more processes they are

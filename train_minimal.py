@@ -16,8 +16,8 @@ Continue a run where it stopped. Its snapshot has the flags that the run was sta
 
 The functions below are, from top to bottom: the learning rate, one training step, the evaluation,
 the training loop. Three objects appear in most of them:
-- `run` is a Run (trainer/run.py): the model, the optimizer, the batches, the flags, and the present
-  state of the training.
+- `run` is a Run (trainer/run.py): the model (MemorySavingGPT of memory/gpt.py), the optimizer, the
+  batches, the flags, and the present state of the training.
 - `process` is a OneProcess (trainer/process.py): everything that depends on the number of
   processes. The trainers for several devices (train_ddp.py, ...) only override its methods.
 - `clock` measures the seconds of each phase of a step, such as "forward".
@@ -81,16 +81,16 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     args, process, clock = run.args, run.process, run.clock
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(run.step, args)
-    # If memory runs out, this frees the gradients made so far, and tries again with less memory.
+    # Call `accumulate(run)`. If memory runs out, call it again with a policy that needs less.
     losses = retry_on_out_of_memory(run, accumulate)
 
     clock.begin_phase("optimizer")
     run.scaler.unscale_(run.optimizer)  # because the limit below is for unscaled gradients
     grad_norm = process.clip_gradients(run.model.parameters(), args.grad_clip_norm or math.inf)
-    # The update of the weights. It replaces `optimizer.step()`, and `scaler.step(optimizer)` with
-    # float16: a norm that is NaN or infinite skips it. (One NaN gradient makes the norm NaN, and
-    # clipping then makes all gradients NaN.) All processes have the same norm, so all of them skip
-    # or none does. The device decides, so Python does not wait for it.
+    # Update the weights. This calls `optimizer.step()`, but has no effect if the norm is NaN or
+    # infinite. (One NaN gradient makes the norm NaN. With float16 this replaces `scaler.step`.) All
+    # processes have the same norm, so all of them update or none does. The device decides, so
+    # Python does not wait for it.
     grad_norm = step_if_finite(run.optimizer, grad_norm)
     run.scaler.update()  # with float16 only: halve the loss scale after an overflow
     process.clear_gradients(run.optimizer)
@@ -156,7 +156,7 @@ def evaluate(run: Run) -> dict[str, float | None]:
     """
     run.model.eval()
     batches = []  # (loss, tokens, bytes) per batch; read after the loop: a read waits for the GPU
-    for first in run.evaluation_rounds():  # (ends early if a signal asks the run to stop)
+    for first in run.evaluation_rounds():  # raises an error if a signal asks for a stop
         # In the last round there may be no batch left for this process. Then the process evaluates
         # an earlier batch again and ignores the result, because the forward of a sharded model
         # needs all processes.

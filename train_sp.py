@@ -10,8 +10,10 @@ So each process keeps 1/N of the activations, and sequences can be N times as lo
 time grows with the length squared.) The price: two exchanges of tensors in each attention, and two
 in its backward. The model is sharded, and --resume and restarts work, as in train_fsdp.py.
 
-A step minimizes the mean loss over all tokens, as with one process. Without dropout the results are
-the same up to rounding. With dropout they differ, because each process draws its own masks.
+A step minimizes the mean loss over all tokens, as with one process. (FSDP averages gradients over
+ranks, but here their sum is needed: SequenceParallelGPT, in memory/gpt.py, multiplies by N.)
+Without dropout the results are the same up to rounding. With dropout they differ, because each
+process draws its own masks.
 """
 
 import os
@@ -22,14 +24,13 @@ import trainer.bootstrap  # noqa: F401  # sets signal handlers and environment v
 
 # isort: split
 import argparse
-from collections.abc import Callable
-from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
 
-from memory.sequence import SequenceShard, WithBackward
-from model import MiniGPT
+from memory import MemorySavingGPT, SequenceParallelGPT
+from memory.sequence import SequenceShard
+from model import MiniGPT, MiniGPTConfig
 from train_fsdp import FSDPProcess
 from train_minimal import train
 from trainer.flags import build_parser, check_sequence_parallel
@@ -58,18 +59,19 @@ class SPProcess(FSDPProcess):
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         super().init_process_group()
 
-    def allocate_parameters(self, model: MiniGPT) -> None:
-        """Shard a model on device "meta", and make its forward split sequences over the ranks."""
-        super().allocate_parameters(model)
+    def make_model(self, config: MiniGPTConfig) -> MemorySavingGPT:
+        """Return a model that gets whole sequences, computes this rank's tokens of them, and
+        returns the mean loss of all tokens. All-to-alls are around its attention."""
         if self.world_size == 1:
-            return
+            return super().make_model(config)
+        shard = SequenceShard(self.rank, self.world_size, config.n_heads, self.all_to_all)
+        return SequenceParallelGPT(config, shard, self.all_reduce_sum)
+
+    def allocate_parameters(self, model: MiniGPT) -> None:
+        super().allocate_parameters(model)
         # Use a second process group for attention. FSDP's group gathers the weights of the next
         # block ahead of time. In that group, attention's exchange would wait for those weights.
-        group = self.new_nccl_group() or dist.new_group(timeout=self.timeout)
-        self.sp_group, n_heads = group, model.config.n_heads
-        self.sequence = SequenceShard(self.rank, self.world_size, n_heads, self.all_to_all)
-        self.sequence.wrap_attention(model)
-        model.forward = partial(self.forward_on_shard, model.forward)  # type: ignore[method-assign]
+        self.sp_group = self.new_nccl_group() or dist.new_group(timeout=self.timeout)
 
     def all_to_all(self, x: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
         """Send `send_sizes[i]` elements of x to each rank i; return the elements sent to this rank.
@@ -80,40 +82,9 @@ class SPProcess(FSDPProcess):
         dist.all_to_all_single(received, x, receive_sizes, send_sizes, group=self.sp_group)
         return received
 
-    def forward_on_shard(
-        self,
-        forward: Callable[..., Tensor],
-        ids: Tensor,
-        labels: Tensor | None = None,
-        **kwargs: int,
-    ) -> Tensor:
-        """Run MiniGPT's `forward` on this rank's tokens; return the mean loss of all tokens, ().
-
-        `ids` and `labels`, (B, T), are whole sequences, the same on all ranks.
-
-        Without `labels` (when text is generated), each process runs `forward` alone on the whole
-        sequences, and returns its logits. `kwargs`: more arguments of `forward`.
-        """
-        if labels is None:
-            self.sequence.stop_sharding()
-            return forward(ids, **kwargs)
-        # Labels are shifted before the split: a rank's last label is the next rank's first token.
-        my_tokens, has_label = self.sequence.start_sharding(ids.size(1)), labels != -100
-        # `start` is the position of this rank's first token. (If you add rotary positions in
-        # `attend`, count positions from 0: attention always computes whole sequences.)
-        loss = forward(ids[:, my_tokens], labels[:, my_tokens], start=my_tokens.start)
-        # `loss` is the mean of this rank's labels (NaN if it has none). Weight it by their number,
-        # because some ranks have more labels than others.
-        n_mine, n_all = has_label[:, my_tokens].sum(), has_label.sum()
-        share = loss.where(n_mine > 0, 0.0) * n_mine / n_all
-        # FSDP averages gradients over the ranks, but their sum is needed: multiply by world_size.
-        return WithBackward.apply(
-            share, self.sum_loss_shares, lambda gradient: gradient * self.world_size
-        )
-
-    def sum_loss_shares(self, share: Tensor) -> Tensor:
-        """Return the sum, (), of the `share` of all ranks."""
-        total = share.clone()
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
+        """Return the sum of the `x` of all ranks."""
+        total = x.clone()
         dist.all_reduce(total, group=self.sp_group)
         return total
 

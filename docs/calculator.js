@@ -216,14 +216,19 @@ class Walk {
   }
 
   need(...names) { // replay, if one of them is not there, all that lies between two that are
-    const {a, NC, dropout, result} = this;
+    const {a, amp, NC, dropout, result} = this;
     const [, , byOperator] = RECOMPUTE[this.policy], between = byOperator ? "" : "|"; // (or all)
     const made = kept("none").map((name) => (name in this.there ? between : name)).join(" ");
     const missing = made.split("|").map(words).find((run) => run.some((it) => names.includes(it)));
     if (!missing) return;
     this.add("activations", -result); // x2 is made of it
     for (const name of missing) this.add(this.there[name] = "recomputed", this.sizes[name]);
-    if (!dropout || !missing.includes("mask")) return;
+    // Until the MLP returns, the call of it has ln_2's result, in float32 beside the copy.
+    const ofMLP = missing.includes("ln_2") && missing.includes("gelu");
+    const masked = dropout && missing.includes("mask"), returned = masked * (a * NC - result - NC);
+    const beside = 4 * NC * amp * ofMLP + returned; // (the last mask is not there yet)
+    this.add("recomputed", beside, "recomputed", -beside);
+    if (!masked) return;
     // It ends with dropout, which has what the MLP returned, and makes a mask and as much.
     const updates = 2 * a * NC - result; // (`result`: that is there)
     this.add("recomputed", updates, "recomputed", -updates, "activations", -result);

@@ -16,9 +16,9 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Any
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -45,33 +45,7 @@ def parse_release(version: str) -> tuple[int, ...]:
 # True if torch.addmm can add a low-precision matmul to a float32 matrix (`out_dtype`). This needs
 # torch 2.11 (pytorch#167931), and does not work on AMD's GPUs.
 HAS_ADDMM_OUT_DTYPE = parse_release(torch.__version__) >= (2, 11) and torch.version.hip is None
-EmbedAndWeightFn = Callable[[nn.Embedding, Tensor], tuple[Tensor, Tensor]]
-HeadLossFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-TargetLogProbFn = Callable[[Tensor, Tensor, bool], Tensor]  # `target_log_prob_`, eager or compiled
-
-
-def device_type_of(tensor: Tensor) -> str:
-    """Return "cpu", "cuda" or "mps". (planner/step.py replaces this function: it simulates the
-    operators of every device on a CPU.)"""
-    return tensor.device.type
-
-
-def embed_tied(
-    embedding: nn.Embedding, ids: Tensor, plain: EmbedAndWeightFn
-) -> tuple[Tensor, Tensor]:
-    """Look up ids (B, T) int64: return their vectors (B, T, C), and the weight (V, C) for the head.
-
-    `plain`: `embed` of model.py, for evaluation and for other kinds of embeddings.
-
-    A CPU adds the rows in the same order in every run. A GPU would add the rows in a random order,
-    and each run would round differently. So on a GPU, call torch's operator. It first sorts the
-    ids, and then makes the gradient of all V rows.
-    """
-    special = embedding.padding_idx is not None or embedding.max_norm is not None
-    if not torch.is_grad_enabled() or special or type(embedding) is not nn.Embedding:
-        return plain(embedding, ids)
-    row_by_row = device_type_of(embedding.weight) == "cpu"
-    return TiedEmbeddingFunction.apply(embedding.weight, ids, row_by_row)
+TargetLogProbFn = Callable[..., Tensor]  # `target_log_prob_`, eager or compiled
 
 
 class TiedEmbeddingFunction(torch.autograd.Function):
@@ -107,10 +81,13 @@ class TiedEmbeddingFunction(torch.autograd.Function):
         return grad_weight, None, None
 
 
-def target_log_prob_(logits: Tensor, target: Tensor, write_softmax: bool) -> Tensor:
+def target_log_prob_(
+    logits: Tensor, target: Tensor, write_softmax: bool, device_type: str
+) -> Tensor:
     """Return the log-probability (r, 1) that `logits` (r, V) give to the `target` ids (r, 1).
 
     Overwrite `logits`: with their softmax if `write_softmax`, else with undefined values.
+    `device_type`: use the operators that are fast on this type of device.
     """
     # A sum over the vocabulary needs float32. For float32 and float64 `exact` is `logits` itself.
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -121,7 +98,7 @@ def target_log_prob_(logits: Tensor, target: Tensor, write_softmax: bool) -> Ten
         # torch.compile fuses exp and copy_. There, `out` must not have other strides than `exact`.
         if torch.compiler.is_compiling() or logits.is_mps:
             logits.copy_(exact.exp())
-        elif device_type_of(logits) == "cuda":
+        elif device_type == "cuda":
             torch.exp(exact, out=logits)  # `out` also rounds to the precision of `logits`
         else:  # softmax(log_softmax(x)) = softmax(x). On a CPU, softmax is twice as fast as exp
             logits.copy_(torch.softmax(exact, 1, out=exact))
@@ -134,12 +111,12 @@ def compile_target_log_prob() -> TargetLogProbFn:
     return torch.compile(target_log_prob_)
 
 
-def head_loss(
+def chunked_head_loss(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
     n_chunks: int,
-    plain: HeadLossFn,
+    device_type: str,
     compiled: bool = False,
 ) -> Tensor:
     """Return the mean cross-entropy of the head's logits, in nats, a scalar.
@@ -149,17 +126,15 @@ def head_loss(
         weight: (V, C) the head's weight.
         labels: (B, T) int64. Labels of -100 are ignored.
         n_chunks: number of chunks of tokens. Only one chunk of logits exists at a time. 0: let
-            `count_chunks` choose the number. 1: let `plain` compute all tokens at once.
-        plain: `head_loss` of model.py.
+            `count_chunks` choose the number.
+        device_type: use the operators that are fast on this type of device.
         compiled: compile the softmax of a slice.
     """
-    if n_chunks == 1:
-        return plain(x, weight, labels, n_chunks)
     softmax = compile_target_log_prob() if compiled else target_log_prob_
     x, labels = x.flatten(0, 1), labels.flatten()  # (N, C), (N,)
     if torch.is_grad_enabled():
-        return ChunkedHeadLoss.apply(x, weight, labels, n_chunks, softmax)
-    total, count = loss_sum_and_count(x, weight, labels, n_chunks, softmax)
+        return ChunkedHeadLoss.apply(x, weight, labels, n_chunks, device_type, softmax)
+    total, count = loss_sum_and_count(x, weight, labels, None, n_chunks, device_type, softmax)
     return total / count
 
 
@@ -208,11 +183,9 @@ class ChunkedHeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, labels: Tensor, n_chunks: int, softmax: TargetLogProbFn
-    ) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, labels: Tensor, *how: Any) -> Tensor:
         gradients = torch.empty_like(x), torch.zeros_like(weight)
-        total, count = loss_sum_and_count(x, weight, labels, n_chunks, softmax, gradients)
+        total, count = loss_sum_and_count(x, weight, labels, gradients, *how)
         ctx.save_for_backward(*gradients, count)
         return total / count
 
@@ -221,16 +194,17 @@ class ChunkedHeadLoss(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor):
         grad_x, grad_weight, count = ctx.saved_tensors  # overwritten below: no other code uses them
         factor = grad_loss / count.clamp(min=1)
-        return grad_x.mul_(factor), grad_weight.mul_(factor), None, None, None
+        return grad_x.mul_(factor), grad_weight.mul_(factor), None, None, None, None
 
 
 def loss_sum_and_count(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
+    gradients: tuple[Tensor, Tensor] | None,
     n_chunks: int,
+    device_type: str,
     softmax: TargetLogProbFn,
-    gradients: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of the losses in nats, and the number of labels that are not -100, as scalars.
 
@@ -260,7 +234,7 @@ def loss_sum_and_count(
         logits, found = padded[:, :V], torch.empty_like(target, dtype=sums)  # (n, V), (n, 1)
         for i in range(0, len(logits), r):
             part = slice(i, i + r)
-            found[part] = softmax(logits[part], target[part], gradients is not None)
+            found[part] = softmax(logits[part], target[part], gradients is not None, device_type)
         total -= found.where(kept, 0).sum()
         if gradients is not None:
             # The gradient at the target is softmax - 1. Compute it in float32 from the log-softmax.
@@ -268,7 +242,7 @@ def loss_sum_and_count(
             logits.scatter_(1, target, found.expm1().to(dtype))
             gradients[0][chunk] = (padded @ cast_weight).mul_(kept)
             x_chunk = x_chunk * kept
-            addmm_into(gradients[1], logits.T, x_chunk)
+            addmm_into(gradients[1], logits.T, x_chunk, device_type)
     return total, count
 
 
@@ -297,14 +271,14 @@ def weight_rows_per_addmm(width: int) -> int:
     return max(VOCAB_MULTIPLE, SOFTMAX_SLICE_ELEMENTS // width // VOCAB_MULTIPLE * VOCAB_MULTIPLE)
 
 
-def addmm_into(total: Tensor, a: Tensor, b: Tensor) -> None:
+def addmm_into(total: Tensor, a: Tensor, b: Tensor, device_type: str) -> None:
     """Add `a` (V, n) @ `b` (n, C) to `total` (V, C) in place, in the precision of `total`.
 
     This makes no second tensor of the size of `total`.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif device_type_of(total) == "cuda" and total.dtype == torch.float32 and HAS_ADDMM_OUT_DTYPE:
+    elif device_type == "cuda" and total.dtype == torch.float32 and HAS_ADDMM_OUT_DTYPE:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         rows = weight_rows_per_addmm(total.size(1))

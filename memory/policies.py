@@ -13,7 +13,7 @@ parts of a block that run in activation checkpoints. Two rules determine the cos
 - Backward of dropout needs the dropout mask. If f ends in a linear layer and dropout, the mask is
   drawn after the layer's matmul. So recomputation repeats this matmul, too. Therefore a
   checkpoint around one half of a block (attention or MLP) ends before the dropout of that half, and
-  `block.add_residuals` applies the dropout outside. A checkpoint around a whole block (`full`,
+  `Block.forward` applies the dropout outside. A checkpoint around a whole block (`full`,
   `sdpa`), or around everything after attention (`qkv`), contains the last dropout. Then
   recomputation repeats the last c_proj if dropout is on, and stops before it if dropout is off.
 
@@ -24,26 +24,25 @@ autocast (the residual stream stays float32), with d_ff = 4 C:
 
     x  4     ln_1  2     qkv  6     attention  2     x2  4     ln_2  2     c_fc  8     gelu  8
 
-x is the block's input. x2 is x plus the result of the attention half. Each other tensor is the
-result of the layer with that name. With fused attention and without dropout, `none` keeps all these
+x is the block's input; qkv and attention are the results of `attn.qkv` and `attn.attend`; x2 is x
+plus the result of the attention half. Each other tensor is the result of the layer or function with
+that name. With fused attention and without dropout, `none` keeps all these
 tensors: 36 units. (It also keeps the softmax's normaliser, 4 H / C, and the means and deviations
 of the LayerNorms, 16 / C.) `POLICIES` lists the tensors that each policy keeps.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
-from inspect import signature
-from itertools import islice, takewhile
+from inspect import isfunction, signature
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-from .offload import Offload, PinnedPool
 
 
 def activation_checkpoint(run: Callable, *inputs: Tensor, has_dropout: bool, **options: Any) -> Any:
@@ -115,39 +114,92 @@ def with_replayed_rng(run: Callable) -> Callable:
 MLP_CHUNK_ELEMENTS = 2**25
 CHUNK_MULTIPLE = 64  # tokens; the length of each chunk except the last is a multiple of this
 
-# A policy maps a block's input x (B, T, C) to the block's result (B, T, C). It calls the methods of
-# `block`, a model.Block, and has no arithmetic of its own. `block(x, policy=cheap)` calls `cheap`
-# inside the block's forward. So everything that wraps a block's forward (sharding of weights, a
-# compiler) works with every policy.
+# A policy runs a model.Block, x (B, T, C) -> (B, T, C), on a `View` of the block, with
+# activation checkpoints around some of its methods. All arithmetic is that of model.py.
+# `block(x, policy=cheap)` calls `cheap` inside the block's forward. So everything that wraps a
+# block's forward (sharding of weights, a compiler) works with every policy. `more`: the other
+# arguments of the block's forward.
 #
 # `chunk_sizes` maps the number of tokens of a sequence to the numbers of tokens of its chunks.
 # Backward recomputes the MLP half chunk by chunk. None: the sequence is one chunk.
 ChunkSizesFn = Callable[[int], list[int]] | None
 
 
-def cheap(block: Any, x: Tensor) -> Tensor:
+class View:
+    """A module in which some methods or layers are `replaced`. The module itself does not change.
+
+    A view's methods are those of the module's class, with the view as `self`. So a method that uses
+    `self.name` gets the replacement of `name`, or else the module's own. A call of the view runs
+    `forward`, without the module's hooks. A view of a view has the replacements of both.
+    """
+
+    module: Any = None  # (torch.compile looks up attributes before __init__ has run)
+
+    def __init__(self, module: Any, **replaced: Any):
+        inherited = vars(module) if isinstance(module, View) else {"module": module}
+        vars(self).update(inherited | replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(type(self.module), name, None)
+        return partial(method, self) if isfunction(method) else getattr(self.module, name)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.forward(*inputs)
+
+
+class Deferred(NamedTuple):
+    """The result of `run(x)`, not computed yet: the checkpoint of the next layer computes it."""
+
+    run: Callable[[Tensor], Any]
+    x: Tensor
+
+
+def defer(layer: Callable) -> Callable[[Any], Deferred]:
+    """Return `layer` as a function that defers its work: a part of the next layer's checkpoint."""
+    return lambda x: Deferred(layer, x)
+
+
+def in_checkpoint(
+    layer: Callable, checkpoint: Callable = activation_checkpoint, **options: Any
+) -> Callable:
+    """Return `layer` in an activation checkpoint, together with a layer that is deferred."""
+
+    def run(x: Any, *more: Any) -> Any:
+        if isinstance(x, Deferred):
+            both = lambda first, *more: layer(x.run(first), *more)  # noqa: E731
+            return checkpoint(both, x.x, *more, **options)
+        return checkpoint(layer, x, *more, **options)
+
+    return run
+
+
+def cheap(block: Any, x: Tensor, *more: Any) -> Tensor:
     """Recompute the LayerNorms and GELU, but no matmul.
 
     Megatron-LM calls this output-discarding recompute. In llm.c it is the flag -r 2.
     """
+    to_matmul = partial(in_checkpoint, checkpoint=checkpoint_to_matmul)
+    attn, mlp = block.attn, block.mlp
+    # Each checkpoint ends in a matmul, which early stop leaves out of recomputation. Two views: a
+    # LayerNorm may be deferred only inside its half. Where a changed `Block.forward` calls a
+    # LayerNorm itself (post-norm), it needs a tensor.
+    up, down = to_matmul(mlp.up_project), to_matmul(mlp.down_project)
+    halves = View(
+        block,
+        ln_1=defer(block.ln_1),
+        attn=View(attn, qkv=to_matmul(attn.qkv)),
+        ln_2=defer(block.ln_2),
+        mlp=View(mlp, up_project=up, down_project=down),
+    )
+    return View(block, attention=halves.attention, feed_forward=halves.feed_forward)(x, *more)
 
-    def attention(before: Tensor) -> Tensor:
-        return block.attn.c_proj(block.attn.attend(checkpoint_to_matmul(block.qkv, before)))
 
-    def feed_forward(before: Tensor) -> Tensor:
-        return checkpoint_to_matmul(
-            block.down_project, checkpoint_to_matmul(block.up_project, before)
-        )
-
-    return block.add_residuals(x, attention, feed_forward)
-
-
-def recompute_mlp(block: Any, x: Tensor, chunk_sizes: ChunkSizesFn = None) -> Tensor:
+def recompute_mlp(block: Any, x: Tensor, *more: Any, chunk_sizes: ChunkSizesFn = None) -> Tensor:
     """Recompute the MLP half, like --recompute-modules mlp of Megatron-LM."""
-    return block.add_residuals(x, block.attention, make_checkpointed_mlp(block, chunk_sizes))
+    return View(block, feed_forward=checkpointed_mlp(block, chunk_sizes))(x, *more)
 
 
-def make_checkpointed_mlp(block: Any, chunk_sizes: ChunkSizesFn) -> Callable[[Tensor], Tensor]:
+def checkpointed_mlp(block: Any, chunk_sizes: ChunkSizesFn) -> Callable[[Tensor], Tensor]:
     """Return a function (B, T, C) -> (B, T, C): the MLP half in an activation checkpoint.
 
     With `chunk_sizes`, each chunk of tokens has its own checkpoint. Backward then recomputes one
@@ -162,6 +214,7 @@ def make_checkpointed_mlp(block: Any, chunk_sizes: ChunkSizesFn) -> Callable[[Te
     Autocast's cache of weights must be off. Otherwise all chunks would share one low-precision copy
     of a weight, and autograd would sum their gradients in that precision.
     """
+
     chunk = partial(activation_checkpoint, block.feed_forward, has_dropout=False)
     return lambda x: map_chunks(chunk, x, chunk_sizes(x.size(1)) if chunk_sizes else [x.size(1)])
 
@@ -190,29 +243,31 @@ def sizes_of_chunks(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
     return [size] * before_last + [n_tokens - size * before_last]
 
 
-def recompute_attention(block: Any, x: Tensor) -> Tensor:
+def recompute_attention(block: Any, x: Tensor, *more: Any) -> Tensor:
     """Recompute the attention half. (--recompute-modules core_attn of Megatron-LM keeps qkv.)"""
-    has_dropout = block_has_dropout(block)
-
-    def attention(before: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            return activation_checkpoint(block.attention, before, has_dropout=has_dropout)
-        # torch.compile has no early stop. If c_proj were in the checkpoint, compiled code would
-        # repeat c_proj to recompute x2.
-        attended = activation_checkpoint(
-            lambda x: block.attn.attend(block.qkv(x)), before, has_dropout=has_dropout
-        )
-        return block.attn.c_proj(attended)
-
-    return block.add_residuals(x, attention, block.feed_forward)
+    checkpointed = partial(in_checkpoint, has_dropout=block_has_dropout(block))
+    if not torch.compiler.is_compiling():
+        return View(block, attention=checkpointed(block.attention))(x, *more)
+    # torch.compile has no early stop. If c_proj were in the checkpoint, compiled code would repeat
+    # c_proj to recompute x2.
+    # `attend` gets the deferred ln_1.
+    attend = checkpointed(lambda x, *more: block.attn.attend(block.attn.qkv(x), *more))
+    attn = View(block.attn, qkv=lambda x: x, attend=attend)
+    half = View(block, ln_1=defer(block.ln_1), attn=attn)
+    return View(block, attention=half.attention)(x, *more)
 
 
-def keep_qkv_and_attention(block: Any, x: Tensor) -> Tensor:
+def keep_qkv_and_attention(block: Any, x: Tensor, *more: Any) -> Tensor:
     """Keep x, qkv and attention's result. Recompute LayerNorms, attn.c_proj and the MLP half."""
-    attended = block.attn.attend(checkpoint_to_matmul(block.qkv, x))
+    half = partial(View, block, ln_1=defer(block.ln_1))
+    # The attention half without c_proj.
+    qkv = in_checkpoint(block.attn.qkv, checkpoint_to_matmul)
+    attended = half(attn=View(block.attn, qkv=qkv, c_proj=lambda y: y)).attention(x)
 
     def rest(x: Tensor, attended: Tensor) -> Tensor:
-        return block.add_residuals(x, lambda _: block.attn.c_proj(attended), block.feed_forward)
+        # The attention half with a known result: only c_proj runs, neither ln_1 nor qkv.
+        known = View(block.attn, qkv=lambda x: None, attend=lambda *_: attended)
+        return View(block, attention=half(attn=known).attention)(x, *more)
 
     return activation_checkpoint(rest, x, attended, has_dropout=block_has_dropout(block))
 
@@ -249,25 +304,22 @@ def keep_results_of(operators: list) -> Callable[..., Tensor]:
     """Return a policy that keeps x and the results of `operators`, and recomputes the rest."""
     contexts = partial(create_selective_checkpoint_contexts, operators)
 
-    def run(block: Any, x: Tensor, chunk_sizes: ChunkSizesFn = None) -> Tensor:
-        has_dropout, attention = block_has_dropout(block), block.attention
+    def run(block: Any, x: Tensor, *more: Any, chunk_sizes: ChunkSizesFn = None) -> Tensor:
+        has_dropout, halves = block_has_dropout(block), {}
         # (Compiled code does not need this: there each random operator has its own RNG state.)
         if has_dropout and not torch.compiler.is_compiling():
-            attention = with_same_rng_after_attention(block.attention)
-        feed_forward = (
-            make_checkpointed_mlp(block, chunk_sizes) if chunk_sizes else block.feed_forward
-        )
-        forward = partial(block.add_residuals, attention=attention, feed_forward=feed_forward)
+            halves["attention"] = with_same_rng_after_attention(block.attention)
+        if chunk_sizes:
+            halves["feed_forward"] = checkpointed_mlp(block, chunk_sizes)
+        view = View(block, **halves)
         return activation_checkpoint(
-            forward, x, has_dropout=has_dropout, context_fn=contexts, **HIDE_FROM_HOOKS_KWARGS
+            view, x, *more, has_dropout=has_dropout, context_fn=contexts, **HIDE_FROM_HOOKS_KWARGS
         )
 
     return run
 
 
-def with_same_rng_after_attention(
-    attention: Callable[[Tensor], Tensor],
-) -> Callable[[Tensor], Tensor]:
+def with_same_rng_after_attention(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap a block's attention half, (B, T, C) -> (B, T, C): save the RNG's state after attention.
 
     Recomputation restores that state. On a GPU, attention draws its mask inside one operator. If
@@ -276,15 +328,15 @@ def with_same_rng_after_attention(
     """
     behind_attention = SavedRNGState()
 
-    def marked(x: Tensor) -> Tensor:
-        attended = attention(x)
+    def marked(x: Tensor, *more: Any) -> Tensor:
+        attended = attention(x, *more)
         behind_attention(x.device)
         return attended
 
     return marked
 
 
-def checkpoint_to_matmul(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def checkpoint_to_matmul(run: Callable, x: Tensor, *more: Any) -> Tensor:
     """Checkpoint `run`, which ends in a linear layer. The operator after `run` may save its result.
 
     Early stop leaves the layer out of recomputation. torch.compile has no early stop: it would drop
@@ -293,7 +345,7 @@ def checkpoint_to_matmul(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     compiled = torch.compiler.is_compiling()
     contexts = partial(create_selective_checkpoint_contexts, MATMUL_OPS)
     return activation_checkpoint(
-        run, x, has_dropout=False, **({"context_fn": contexts} if compiled else {})
+        run, x, *more, has_dropout=False, **({"context_fn": contexts} if compiled else {})
     )
 
 
@@ -315,7 +367,7 @@ class Policy(NamedTuple):
     # last matmul if the policy repeats c_fc and keeps no mask.
     recomputed_matmul_names: str
     description: str  # text for users: what is kept or done again
-    forward: Callable[..., Tensor] | None = None  # (block, x) -> result; None: call block(x)
+    forward: Callable[..., Tensor] | None = None  # (block, x, *more) -> result; None: block(x)
     # Decides operator by operator (the calculator reads this, too). So it keeps attention's result
     # only if attention is one fused operator.
     needs_fused_attention: bool = False
@@ -426,11 +478,6 @@ def recompute_plan_of_config(config: Any) -> RecomputePlan:
     return parse_recompute_plan(config.recompute, config.n_layers)
 
 
-def normalized_recompute(config: Any) -> str:
-    """Return the shortest policy string that means the same as the string of the config."""
-    return format_recompute_plan(recompute_plan_of_config(config))
-
-
 def format_recompute_plan(recompute: RecomputePlan) -> str:
     """Return the shortest policy string for `recompute`. Raises ValueError if none exists."""
     policies, group, nested, offload = recompute
@@ -444,10 +491,6 @@ def format_recompute_plan(recompute: RecomputePlan) -> str:
     return text + "+nested" * nested + "+offload" * offload
 
 
-# (function that runs a block or group on x, True if MiniGPT.forward checkpoints that function)
-CallAndCheckpointFlag = tuple[Callable[..., Tensor], bool]
-
-
 @cache  # return the same object again: torch.compile would compile again for a new object
 def make_policy_function(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tensor] | None:
     """Return the function for `block(x, policy=...)`. None: call `block(x)` without a policy."""
@@ -458,54 +501,6 @@ def make_policy_function(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..
         entry.forward or recompute_mlp,
         chunk_sizes=partial(sizes_of_chunks, d_ff=d_ff, n_chunks=mlp_chunks),
     )
-
-
-class BlockCallsByPolicy:
-    """The calls in MiniGPT.forward, in order: one per block or group, as `config.recompute` says.
-
-    Evaluation recomputes nothing.
-    """
-
-    def __init__(self, plain: Callable[[Any], Iterable[CallAndCheckpointFlag]]):
-        """Wrap `plain`, the function of model.py, which supports the policies `none` and `full`."""
-        self.plain = plain
-        self.offload_pool = PinnedPool()  # CPU memory for offload
-
-    def __call__(self, model: Any) -> Iterable[CallAndCheckpointFlag]:
-        """Return pairs (function, whether to checkpoint it) for the loop of MiniGPT.forward."""
-        config = model.config
-        # If torch's checkpoint ignores the RNG, use `activation_checkpoint` instead.
-        loses_rng = config.dropout > 0 and checkpoint_loses_rng(next(model.parameters()).device)
-        known = config.recompute in ("none", "full") and config.mlp_chunks == 1 and not loses_rng
-        return (
-            self.plain(model)
-            if known or not model.training
-            else self.iter_block_calls(model, loses_rng)
-        )
-
-    def iter_block_calls(self, model: Any, loses_rng: bool) -> Iterator[CallAndCheckpointFlag]:
-        """Yield what `__call__` returns. `loses_rng`: torch's checkpoint restores no RNG state."""
-        config, blocks, offload = model.config, iter(model.blocks), Offload(self.offload_pool)
-        plan = recompute_plan_of_config(config)
-        try:
-            for i, (policy, size) in enumerate(plan.group_policies_and_sizes):
-                group, is_full = list(islice(blocks, size)), policy == "full"
-                run = group[0] if size == 1 else partial(run_group_as_one_block, group, plan.nested)
-                if policy_function := make_policy_function(policy, config.d_ff, config.mlp_chunks):
-                    run = partial(run, policy=policy_function)
-                # Checkpoint here, not in MiniGPT.forward: for the RNG (see `__call__`), or because
-                # offload's hooks get a checkpoint's input only if they are around the checkpoint.
-                if is_full and (plan.offload or loses_rng):
-                    run = partial(activation_checkpoint, run, has_dropout=config.dropout > 0)
-                    is_full = False
-                if plan.offload:
-                    # Do not offload tensors of the last call. Its backward comes first, so the
-                    # tensors would be copied back at once.
-                    moves = policy != "none" and i + 1 < len(plan.group_policies_and_sizes)
-                    run = offload.wrap(run, moves, group)
-                yield run, is_full
-        finally:
-            offload.wait_for_copies()
 
 
 def run_group_as_one_block(

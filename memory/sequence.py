@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .policies import View
+
 # An all-to-all: (1-D tensor to send, number of elements for each rank, number of elements from each
 # rank) -> 1-D tensor of the received elements, in the order of the ranks.
 AllToAllFn = Callable[[Tensor, list[int], list[int]], Tensor]
@@ -55,10 +57,13 @@ class SequenceShard:
         """Number of tokens before this rank's first token."""
         return sum(self.tokens[: self.rank])
 
-    def wrap_attention(self, model: Any) -> None:
-        """Put all-to-alls around each attention of a model.MiniGPT."""
-        for block in model.blocks:
-            block.attn.attend = partial(self.attend, block.attn.attend)
+    def run_block(
+        self, block: Any, x: Tensor, *more: Any, policy: Callable | None = None
+    ) -> Tensor:
+        """Run a model.Block under `policy` (None: no policy), with all-to-alls around attention."""
+        attn = View(block.attn, attend=partial(self.attend, block.attn.attend))
+        view = View(block, attn=attn)
+        return policy(view, x, *more) if policy else view(x, *more)
 
     def attend(self, attend: Callable[..., Tensor], qkv: Tensor, kv_cache: Any = None) -> Tensor:
         """Run `attend` on all T tokens of this rank's heads: (B, t, 3C) -> (B, t, C)."""

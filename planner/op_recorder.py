@@ -290,7 +290,13 @@ class CallSiteTracker:
     """
 
     def __init__(self, model: nn.Module):
-        self.names = {module: name for name, module in model.named_modules()}
+        # Operators of Attention and MLP, which are no layers, count as operators of the block:
+        # policies run these modules' methods without their hooks.
+        self.names = {
+            module: name
+            for name, module in model.named_modules()
+            if name.count(".") < 2 or not [*module.children()]
+        }
         self.running = [""]  # names of running modules, the innermost last
         self.of_forward: dict[int, CallSite] = {}  # autograd's sequence number -> call site
 

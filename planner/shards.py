@@ -44,6 +44,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from memory import MemorySavingGPT
 from memory.head import parse_release
 from model import MiniGPT, MiniGPTConfig
 
@@ -53,13 +54,13 @@ AVERAGED, GLOO = "gradients to be averaged", "gloo's own buffer"
 GATHERED_REASON = "gathered from all processes, for as long as the group of layers runs"
 
 
-def make_local_model(config: MiniGPTConfig, n: int) -> MiniGPT:
+def make_local_model(config: MiniGPTConfig, n: int) -> MemorySavingGPT:
     """Return a model with the shards of rank 0 of n processes: 1 / n of each parameter's rows.
 
     The number of rows is rounded up. No rank has more rows than rank 0. A rank with fewer rows
     allocates as many as rank 0.
     """
-    shard = MiniGPT(config)
+    shard = MemorySavingGPT(config)
     for module in shard.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             rows = -(-len(weight) // n)

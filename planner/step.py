@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
 from memory import (
-    BlockCallsByPolicy,
+    MemorySavingGPT,
     PinnedPool,
     RecomputePlan,
     format_recompute_plan,
@@ -39,7 +39,7 @@ from memory import (
 )
 from memory.offload import MIN_OFFLOAD_BYTES, pinned_bytes_needed
 from memory.sequence import SequenceShard
-from model import MiniGPT, MiniGPTConfig
+from model import MiniGPTConfig
 
 from .batches import MAX_BATCH, bytes_at_ops_outside_head, largest_batch
 from .formulas import head_bytes
@@ -106,7 +106,9 @@ class Planner:
     _: KW_ONLY
     # Dtype of autocast; float32: no autocast. (The plan leaves out a few bytes of a GradScaler.)
     precision: torch.dtype
-    make_optimizer: Callable[[MiniGPT], torch.optim.Optimizer]  # makes the trainer's optimizer
+    make_optimizer: Callable[
+        [MemorySavingGPT], torch.optim.Optimizer
+    ]  # makes the trainer's optimizer
     clip_gradients: Callable[..., object] = nn.utils.clip_grad_norm_  # clips the gradients
     device_type: str = "cpu"
     accumulates_gradients: bool = False  # gradients of an earlier micro-batch exist in forward
@@ -127,20 +129,19 @@ class Planner:
         config = self.config
         self.on_cpu = self.device_type == "cpu"
         self.has_one_kernel_addmm = self.device_type == "cuda" and head.HAS_ADDMM_OUT_DTYPE
-        self.sequence = SequenceShard(0, self.sp_degree, config.n_heads, fake_all_to_all)
-        self.local_seq_len = self.sequence.start_sharding(self.seq_len).stop  # tokens per sequence
+        sequence = SequenceShard(0, self.sp_degree, config.n_heads, fake_all_to_all)
+        self.local_seq_len = sequence.start_sharding(self.seq_len).stop  # tokens per sequence
+        shard = sequence if self.sp_degree > 1 else None
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
         self.few_call_segments: dict[tuple, FewCallSegments] = {}
         self.on_simulate: Callable[[], object] = lambda: None  # called before each simulation
         with self.fake:
-            self.model = MiniGPT(config).train()
+            self.model = MemorySavingGPT(config, self.device_type, shard).train()
             # A changed model.py may have different blocks, or blocks that share weights.
             blocks = self.model.blocks
             shapes = {tuple(w.shape for w in block.parameters()) for block in blocks}
             self.are_alike = len(shapes) == 1 and len({*blocks}) == len(blocks)
-            if self.sp_degree > 1:
-                self.sequence.wrap_attention(self.model)
             if self.gather_in_bfloat16:
                 for weight in block_group_params(self.model.blocks, in_bfloat16=True):
                     weight.data = weight.data.bfloat16()
@@ -161,7 +162,7 @@ class Planner:
         The result has the step's memory in bytes, and the FLOPs and the memory traffic of each
         operator. `memory`: changed settings of the config, such as recompute="full".
         """
-        config = replace(self.config, **memory)
+        config = self.model.checked_config(replace(self.config, **memory))
         key, plan = (batch_size, config), recompute_plan_of_config(config)
         if key not in self.steps:
             # Some memory of a block still exists when the next block runs: tensors that offload is
@@ -308,7 +309,7 @@ class Planner:
 
         `memory`: changed settings of the config.
         """
-        config = replace(self.config, **memory)
+        config = self.model.checked_config(replace(self.config, **memory))
         return build_step_record(
             *self.simulate_whole_step(batch_size, config, CallSiteTracker(self.model))
         )
@@ -346,7 +347,7 @@ class Planner:
             ExitStack() as hooks,
         ):
             model.config, pool = config, SimulatedPinnedPool(log, self.on_cpu)
-            cast(BlockCallsByPolicy, model.blocks_with_recompute).offload_pool = pool
+            model.offload_pool = pool
             for handle in register_phase_hooks(blocks, model.ln_f, log):
                 hooks.enter_context(handle)
             # The full weights of a sharded model take no memory here. `add_shards` counts them.
@@ -538,7 +539,6 @@ def recording_simulated_ops(
         fake,
         OpRecorder(sources, kernel_workspace=kernel_workspace_bytes if on_cuda else None) as log,
         patched(F, **(FUSED_REPLACEMENTS if on_cuda else {})),
-        patched(head, device_type_of=lambda tensor: device_type),
         sources.listen() if sources else nullcontext(),
         # On MPS attention is not fused, so it keeps its scores (B, H, T, T). MATH does so, too.
         sdpa_kernel(SDPBackend.MATH) if device_type == "mps" else nullcontext(),

@@ -34,15 +34,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import profile
 from tqdm import tqdm
 
-from memory import POLICY_NAMES, BlockCallsByPolicy
-from model import MiniGPT
+from memory import POLICY_NAMES, MemorySavingGPT
 from planner.cards import CARDS, THIS_MACHINE, choose_card
 from planner.formulas import flops_per_token
 from planner.operators import MATMUL_DTYPES
@@ -156,7 +155,7 @@ def make_run(args: argparse.Namespace, device: torch.device) -> Run:
     config, precision = model_config(args, args.vocab_size), choose_precision(args, device)
     set_matmul_precision(device, args.tf32)
     torch.manual_seed(args.seed)
-    model = MiniGPT(config).to(device).train()
+    model = MemorySavingGPT(config).to(device).train()
     if args.compile:
         compile_blocks(model)
     tokens: Any = RandomTokens(args, device)
@@ -185,7 +184,7 @@ def recorded_peak(run: Run) -> int:
     existing: list[Tensor] = list(run.model.parameters())
     existing += chain(*(state.values() for state in run.optimizer.state.values()))
     # Also count the CPU buffers of offload policies.
-    existing += cast(BlockCallsByPolicy, run.model.blocks_with_recompute).offload_pool.buffers
+    existing += run.model.offload_pool.buffers
     with profile(profile_memory=True) as profiler:
         timed_step(run)
     result: Any = profiler.profiler  # read raw events: the profiler's tables have only sums

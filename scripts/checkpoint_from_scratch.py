@@ -39,7 +39,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import Block, MiniGPT, MiniGPTConfig
+from memory import MemorySavingGPT
+from model import Block, MiniGPTConfig
 from planner.op_recorder import kept_for_backward
 from scripts import cli_main
 from trainer.flags import OneLineParser, number_in_range
@@ -302,7 +303,7 @@ def run_step(
     dropout: float = 0.1,
 ) -> Step:
     torch.manual_seed(0)
-    model = MiniGPT(replace(CONFIG, recompute=policy, dropout=dropout)).train()
+    model = MemorySavingGPT(replace(CONFIG, recompute=policy, dropout=dropout)).train()
     ids = torch.randint(0, CONFIG.vocab_size, (4, 33))
 
     def forward() -> Tensor:

@@ -36,8 +36,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from memory import POLICY_NAMES
-from model import MLP, MiniGPT, MiniGPTConfig
+from memory import POLICY_NAMES, MemorySavingGPT
+from model import MLP, MiniGPTConfig
 from planner import KINDS, Planner, StepMemory
 from planner.formulas import head_bytes, recomputed_flops_key
 from scripts import cli_main
@@ -274,7 +274,7 @@ def needed_by_backward() -> Measured:
         saved.add(tensor.untyped_storage().data_ptr())  # views of a tensor share its storage
         return tensor
 
-    # These are the operators of Block.up_project and Block.down_project, without the LayerNorm.
+    # These are the operators of MLP.up_project and MLP.down_project.
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         wide = mlp.c_fc(x)
         g = F.gelu(wide, approximate="tanh")
@@ -436,7 +436,7 @@ def weights_after(part: str, drop: bool = True) -> list[Tensor]:
     `part`, and the step is repeated with `full`. `part` "": memory does not run out. `drop`: drop
     the gradients of the failed attempt before the step is repeated."""
     torch.manual_seed(0)
-    model = MiniGPT(MiniGPTConfig(61, 16, n_layers=2, n_heads=1, d_model=16, d_ff=64))
+    model = MemorySavingGPT(MiniGPTConfig(61, 16, n_layers=2, n_heads=1, d_model=16, d_ff=64))
     weights: list[Tensor] = list(model.parameters())
     # Two optimizers, for even and odd weights, so that an update can fail halfway.
     even, odd = (torch.optim.AdamW(some) for some in (weights[::2], weights[1::2]))

@@ -138,7 +138,7 @@ def test_compiled_code_draws_the_same_masks_from_the_same_seed():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_head_beside_float64(dtype):
-    args, head_loss = BENCH.args(), tiny().head_loss
+    args = BENCH.args()
     V, C, N = args.vocab_size, args.d_model, BENCH.pick(1024, 16)
     x, weight = torch.randn(1, N, C, device=DEVICE), 0.02 * torch.randn(V, C, device=DEVICE)
     labels = torch.randint(V, (1, N), device=DEVICE)
@@ -146,7 +146,8 @@ def test_the_head_beside_float64(dtype):
     def step(kind: torch.dtype, chunks: int) -> list[torch.Tensor]:
         inputs = [tensor.to(kind).requires_grad_() for tensor in (x, weight)]
         with torch.autocast(DEVICE.type, dtype, enabled=kind == torch.float32):
-            loss = head_loss(*inputs, labels, chunks) * 2.0**16  # (or float16 has no room)
+            head_loss = tiny(DEVICE.type, loss_chunks=chunks).head_loss
+            loss = head_loss(*inputs, labels) * 2.0**16  # (or float16 has no room)
         return [loss.detach(), *torch.autograd.grad(loss, inputs)]
 
     exact = step(torch.float64, 1)
@@ -292,7 +293,7 @@ def test_the_measured_peak_is_that_of_one_step(capsys):
 @pytest.mark.usefixtures("everything_travels")
 def test_offload_pins_what_was_planned():
     run = after(2, "", "full+offload")
-    made, config = run.model.blocks_with_recompute.offload_pool.buffers, run.model.config
+    made, config = run.model.offload_pool.buffers, run.model.config
     assert sum(b.nbytes for b in made) == plan_of("").step(2, **asdict(config)).host_bytes > 0
     assert all(block.is_pinned() == ON_GPU for block in made)
 

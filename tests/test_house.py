@@ -14,7 +14,7 @@ from harness.runs import ROOT
 from model import MiniGPT
 
 # From the ground up; a room may import those below it. `data` stands beside all of them.
-FLOORS = "memory model planner trainer train_minimal train_ddp train_fsdp train_sp"
+FLOORS = "model memory planner trainer train_minimal train_ddp train_fsdp train_sp"
 FLOORS += " scripts studies tests"
 FLOOR = {room: height for height, room in enumerate(FLOORS.split())}
 FLOOR["data"] = FLOOR["planner"]
@@ -22,15 +22,15 @@ FLOOR["data"] = FLOOR["planner"]
 # wrapped call cost nothing, so no limit ever shortens a word. A limit of a file would make files
 # split; one of a room makes them simpler.
 ROOMS = {
-    "the root": 420,
-    "memory": 490,
-    "planner": 1_097,
-    "trainer": 2_437,
+    "the root": 402,
+    "memory": 533,
+    "planner": 1_094,
+    "trainer": 2_439,
     "data": 710,
     "scripts": 1_431,
     "studies": 97,
-    "all without tests": 6_677,
-    "tests": 6400,
+    "all without tests": 6_705,
+    "tests": 6_425,
 }
 FILES_IN = {"trainer": 18, "scripts": 15}
 # Of a file: what is read from top to bottom, and pages.
@@ -42,7 +42,7 @@ FILES_READ = {
     "train_ddp.py": 143,
     "train_fsdp.py": 154,
     "train_sp.py": 132,
-    "docs/change.md": 88,
+    "docs/change.md": 120,
     "docs/planning.md": 260,
     "docs/evidence.md": 250,
     "docs/calculator.html": 400,
@@ -164,7 +164,7 @@ def test_functions_fit_on_a_screen():
 
 def test_the_arithmetic_of_a_block_stands_in_the_model_alone():
     """Policies call the parts of a block: whoever changes model.py changes it under all of them."""
-    parts = {"ln_1", "ln_2", "c_attn", "c_fc", "gelu", "scaled_dot_product_attention"}
+    parts = {"c_attn", "c_fc", "gelu", "scaled_dot_product_attention", "dropout_p"}
     named = {
         getattr(node, "attr", getattr(node, "id", ""))
         for name in FILES

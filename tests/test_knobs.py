@@ -52,7 +52,7 @@ def test_it_is_told_what_costs_least(flags, device, less, wanted):
     args = parse(flags)
     policy = args.use_activation_checkpoint
     said = describe_suggested_change(args, device, policy, less)
-    assert said.startswith(f"{wanted} (" if wanted else "what changes the training: a shorter")
+    assert said.startswith(f"{wanted} (" if wanted else "what changes the training: --seq-len ")
     evaluating = describe_suggested_change(args, device, policy, less, in_evaluation=True)
     assert "--use-activation-checkpoint" not in evaluating
 

@@ -14,8 +14,8 @@ from test_model import random_ids
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from memory import POLICIES, recompute_plan_of_config
-from model import MiniGPT, MiniGPTConfig
+from memory import POLICIES, MemorySavingGPT, recompute_plan_of_config
+from model import MiniGPTConfig
 from planner.formulas import closed_form_bytes_by_part, flops_per_token
 from planner.operators import cublas_workspace_bytes
 from planner.timeline import KINDS
@@ -222,7 +222,7 @@ def test_flops_equal_those_that_torch_counts(memory, dropout):
     """But for attention's own; and those of the planner's clock."""
     config = replace(CONFIG, dropout=dropout, **memory)
     T = config.max_position_embeddings
-    model, ids = MiniGPT(config).train(), random_ids(2, T)
+    model, ids = MemorySavingGPT(config).train(), random_ids(2, T)
     with FlopCounterMode(display=False) as counter:
         model(ids, ids).backward()
     needed, replayed = (2 * T * flops for flops in flops_per_token(config, T))

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor
 
-from memory import policies
+from memory import MemorySavingGPT, policies
 from memory.policies import sizes_of_chunks
-from model import MiniGPT
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
@@ -31,7 +30,7 @@ def gradients(way: str, chunks: int, kind: str, dropout: float):
     """The loss, and all gradients by name."""
     torch.manual_seed(0)
     config = replace(LONG, recompute=way, mlp_chunks=chunks, dropout=dropout)
-    model = MiniGPT(config).to(torch.float64 if kind == "fp64" else torch.float32).train()
+    model = MemorySavingGPT(config).to(torch.float64 if kind == "fp64" else torch.float32).train()
     torch.manual_seed(1)
     ids = torch.randint(61, (2, T))
     with torch.autocast("cpu", torch.bfloat16, enabled=kind == "bf16", cache_enabled=False):

@@ -204,7 +204,7 @@ def test_disk_full_while_the_cache_is_built(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("where", "lines"),
-    [(">&- 2>&-", 0), *(pytest.param(*to, marks=slow) for to in (("2>&-", 35), ("| head -2", 2)))],
+    [(">&- 2>&-", 0), *(pytest.param(*to, marks=slow) for to in (("2>&-", 34), ("| head -2", 2)))],
 )
 def test_a_stream_that_is_closed_costs_only_the_output(path, where, lines):
     """From the start, or later; as a full disk does."""

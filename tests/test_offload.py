@@ -178,20 +178,17 @@ def test_a_backward_that_is_given_up(gpu):
 def test_what_is_smaller_than_a_megabyte_stays(monkeypatch):
     model, ids = make("mlp", dropout=0.0), random_ids(3, 16)
     backward_of(model)
-    assert not model.blocks_with_recompute.offload_pool.buffers
+    assert not model.offload_pool.buffers
     monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 3 * 16 * 32 * 4)  # x is not below it
     backward_of(model)
     x, qkv = (4096, 2048), (16384, 2048)
     of_each = Counter(4 * x + qkv)  # (x, ln_1, attention's output and x2 are of a size)
-    of_all = {
-        size: len(blocks)
-        for size, blocks in model.blocks_with_recompute.offload_pool.free_buffers.items()
-    }
+    of_all = {size: len(blocks) for size, blocks in model.offload_pool.free_buffers.items()}
     assert of_all == {size: 3 * n for size, n in of_each.items()}  # of 4 blocks
     # A forward that is given up lets go of all that it kept, of results that stay here, too.
     kept = ref(model(ids, ids))
     gc.collect()
-    pool = model.blocks_with_recompute.offload_pool
+    pool = model.offload_pool
     assert kept() is None and sum(map(len, pool.free_buffers.values())) == len(pool.buffers)
 
 

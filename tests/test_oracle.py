@@ -13,7 +13,7 @@ import torch
 from harness import oracle
 from harness.runs import parse, ready
 
-from memory import POLICY_NAMES
+from memory import POLICY_NAMES, MemorySavingGPT
 from model import MiniGPT, MiniGPTConfig
 from train_minimal import derive_seed, evaluate, learning_rate, train_step
 
@@ -32,7 +32,7 @@ MEMORY = [
 
 def make(dtype: torch.dtype, **memory) -> MiniGPT:
     torch.manual_seed(0)
-    model = MiniGPT(MiniGPTConfig(**SHAPE, dropout=0.0, **memory)).to(dtype).train()
+    model = MemorySavingGPT(MiniGPTConfig(**SHAPE, dropout=0.0, **memory)).to(dtype).train()
     with torch.no_grad():
         for parameter in model.parameters():  # not zero biases and unit gains, which hide mistakes
             parameter += 0.1 * torch.randn_like(parameter)
@@ -87,7 +87,7 @@ def test_dropout_is_where_gpt2_has_it(memory, training, p, monkeypatch):
 
     monkeypatch.setattr("torch.nn.functional.dropout", visible)
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", attention)
-    model = MiniGPT(MiniGPTConfig(**SHAPE, dropout=0.5, **memory)).double().train(training)
+    model = MemorySavingGPT(MiniGPTConfig(**SHAPE, dropout=0.5, **memory)).double().train(training)
     ((ids, _),) = micro_batches(1)
     expected = oracle.gpt_logits(model.state_dict(), ids, LAYERS, HEADS, drop, drop)
     torch.testing.assert_close(model(ids), expected, rtol=1e-10, atol=1e-10)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import MiniGPT, MiniGPTConfig
+from memory import MemorySavingGPT
+from model import MiniGPTConfig
 from planner import Planner, plan_step
 from trainer.clocks import LiveStorages
 
@@ -137,7 +138,7 @@ def test_minigpt_is_one_of_them(recompute, device_type):
     """The planner that knows it says the same, to the byte. (In float32. In bfloat16 autocast keeps
     copies of weights here until forward ends, which the trainers turn off.)"""
     config = MiniGPTConfig(V, T, n_layers=5, n_heads=4, d_model=C, d_ff=2 * C, dropout=0.1)
-    model = MiniGPT(config)
+    model = MemorySavingGPT(config)
     how: Any = dict(precision=torch.float32, device_type=device_type)
     planner = Planner(
         config, T, **how, clip_gradients=lambda *_, **__: None,

@@ -79,13 +79,8 @@ def test_a_copy_of_a_model_learns_the_same_and_shares_no_tensor(way):
     addresses = set()
     for one in models:
         assert same(step(one), expected)
-        addresses |= {
-            t.data_ptr()
-            for t in (*one.parameters(), *one.blocks_with_recompute.offload_pool.buffers)
-        }
-    assert len(addresses) == 3 * (
-        len([*model.parameters()]) + len(model.blocks_with_recompute.offload_pool.buffers)
-    )
+        addresses |= {t.data_ptr() for t in (*one.parameters(), *one.offload_pool.buffers)}
+    assert len(addresses) == 3 * (len([*model.parameters()]) + len(model.offload_pool.buffers))
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -98,7 +93,7 @@ def test_a_model_is_freed_without_the_garbage_collector(way, steps):
         model, ids = tiny(recompute=way, n_layers=3, dropout=0.1).train(), random_ids(2, 16)
         for _ in range(steps):
             model(ids, ids).backward()
-        held = [ref(it) for it in (*model.parameters(), model.blocks_with_recompute.offload_pool)]
+        held = [ref(it) for it in (*model.parameters(), model.offload_pool)]
         del model
         assert {it() for it in held} == {None}
     finally:

@@ -26,7 +26,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 import train_minimal
-from model import MiniGPT
+from memory import MemorySavingGPT
 from trainer.bootstrap import set_stdout_errors
 from trainer.flags import build_parser, resolve_defaults, with_flags
 from trainer.process import OneProcess
@@ -99,7 +99,7 @@ def test_resumed_equals_uninterrupted(kind, parts, last):
         assert [record.get(key) for record in log] == [r.get(key) for r in metrics(whole)]
 
 
-class WithSpare(MiniGPT):
+class WithSpare(MemorySavingGPT):
     """A model with a weight that no step uses, so that it never gets a gradient or moments."""
 
     def __init__(self, config):
@@ -109,7 +109,7 @@ class WithSpare(MiniGPT):
 
 @pytest.mark.parametrize("flags", [(), LEAN])
 def test_a_weight_that_never_got_a_gradient(tmp_path, monkeypatch, flags):
-    monkeypatch.setattr("trainer.check_model.MiniGPT", WithSpare)
+    monkeypatch.setattr("trainer.process.MemorySavingGPT", WithSpare)
     path, whole = tmp_path / "run.pt", tmp_path / "whole.pt"
     assert train_here(whole, *flags) == 0
     assert broken(path, "error:0:9", *flags, "--save-interval=3") is None

@@ -1,15 +1,12 @@
 """Check at the start that the memory techniques of a run suit model.py, which its user may have
-changed.
+changed: small models with equal weights take a step, one a MiniGPT, the other a MemorySavingGPT.
 
-Policies call the parts of a block and have no arithmetic of their own, so they follow most changes.
-They cannot follow a loop of MiniGPT.forward that does something for each block (a group of blocks
-is one call of that loop), a line of Block.forward behind the call of the policy, or random numbers
-and counters that a recompute would draw or count again. memory/head.py has a loss of its own, and
-memory/sequence.py splits q, k and v by heads. So a small model of the same class takes a step with
-and without the techniques, and the results are compared.
+Policies run the block's own methods, so they follow most changes. They cannot follow a loop of
+MiniGPT.forward that does something for each block (a group of blocks is one call of that loop), or
+random numbers and counters that a recompute would draw or count again. memory/ has an `embed` and a
+`head_loss` of its own, and memory/sequence.py splits q, k and v by heads.
 """
 
-import copy
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -26,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memory import policies
+from memory import MemorySavingGPT, policies
 from memory.sequence import SequenceShard
 from model import DRAWN_LAYERS, MiniGPT, MiniGPTConfig
 
@@ -54,13 +51,15 @@ class EmptyOnMeta(TorchFunctionMode):
         return func(*args, **{**(kwargs or {}), **on_meta})
 
 
-def make_model_without_memory(config: MiniGPTConfig) -> MiniGPT:
-    """Return a model whose layers have their weights on device "meta".
+def make_model_without_memory(
+    config: MiniGPTConfig, make: Callable[[MiniGPTConfig], MemorySavingGPT] = MemorySavingGPT
+) -> MemorySavingGPT:
+    """Return the model that `make` makes; its layers have their weights on device "meta".
 
     Raises UsageError if values of another tensor would be lost when the model gets its memory.
     """
     with EmptyOnMeta():
-        model = MiniGPT(config)
+        model = make(config)
     seen = set[nn.Parameter]()
     for module in model.modules():
         tensors = {name: value for name, value in vars(module).items() if torch.is_tensor(value)}
@@ -85,7 +84,7 @@ def make_model_without_memory(config: MiniGPTConfig) -> MiniGPT:
 
 
 def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> None:
-    """Compare a step of a small model with and without the techniques of `model.config`.
+    """Compare a step of a small MiniGPT with one of a MemorySavingGPT of `model.config`.
 
     Under a recompute policy losses, gradients and random states must be equal to the bit. The loss
     in chunks, the MLP in chunks and a shared sequence (train_sp.py) must be equal up to rounding.
@@ -107,16 +106,17 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
 def compare_steps(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> None:
     """Make the comparisons of `check_model`. This changes random states."""
     config, alone = small_config_and_step(model.config)
-    plain = replace(config, recompute="none", mlp_chunks=1)
-    if wrong := first_difference(alone, small_step(plain), close_to(alone)):
+    close, saving = close_to(alone), partial(small_step, MemorySavingGPT)
+    if wrong := first_difference(alone, partial(saving, replace(config, recompute="none")), close):
         raise UsageError(
-            f"embed or head_loss of model.py computes other results than memory/head.py ({wrong}): "
-            "for head_loss use --loss-chunks 1; for embed move the change to MiniGPT.forward"
+            f"model.py: MemorySavingGPT computes other results than MiniGPT ({wrong}): for a new "
+            "head_loss use --loss-chunks 1; move a change of embed to MiniGPT.forward"
         )
+    plain = replace(config, recompute="none", loss_chunks=1, mlp_chunks=1)
     if process.world_size > 1:
         check_for_several_processes(model, process, plain, alone)
     if config.mlp_chunks != 1 and (
-        wrong := first_difference(alone, partial(small_step, config), close_to(alone))
+        wrong := first_difference(alone, partial(saving, config), close)
     ):
         raise UsageError(
             f"--mlp-chunks: the MLP half of model.py looks at other tokens ({wrong}): use "
@@ -124,7 +124,7 @@ def compare_steps(model: MiniGPT, process: OneProcess, precision: torch.dtype) -
         )
     if config.recompute == "none":
         return
-    step = partial(small_step, device=process.device, precision=precision)
+    step = partial(saving, device=process.device, precision=precision)
     policy = replace(plain, recompute=config.recompute)
     if wrong := first_difference(step(plain), partial(step, policy), torch.equal):
         raise UsageError(
@@ -141,33 +141,36 @@ def check_for_several_processes(
     `plain`: config of the small model. `alone`: its step without techniques, in one process.
     """
     with ValueReads() as reads:
-        drawn = small_step(plain)["what Python draws next"]
-    if reads.read or drawn.item() != random.Random(0).random():
-        raise UsageError(
-            "model.py: forward decides by a random number or by the value of a tensor, and each "
-            "process could decide otherwise: train_minimal.py can train it"
-        )
-    unused = [
-        name
-        for name, weight in model.named_parameters()
-        if weight.requires_grad and GRADIENT_OF + name not in alone
-    ]
-    if process.gradients_persist and unused:
-        raise UsageError(
-            f"model.py: {unused[0]} gets no gradient, for which DDP would wait: remove it, or use "
-            "train_fsdp.py"
-        )
-    if process.shard_degree == 1:
-        return
-    each = [weight for block in model.blocks for weight in block.parameters()]
-    if len({*each}) < len(each):
-        raise UsageError("model.py: blocks share weights, which FSDP cannot shard: train_ddp.py")
-    if scalars := [name for name, weight in model.named_parameters() if weight.dim() == 0]:
-        raise UsageError(f"model.py: FSDP cannot shard the number {scalars[0]}: give it shape (1,)")
+        drawn = small_step(MiniGPT, plain)["what Python draws next"]
+    named, each = [*model.named_parameters()], [w for b in model.blocks for w in b.parameters()]
+    unused = [name for name, w in named if w.requires_grad and GRADIENT_OF + name not in alone]
+    scalars, sharded = [name for name, w in named if w.dim() == 0], process.shard_degree > 1
+    for wrong, message in (
+        (
+            reads.read or drawn.item() != random.Random(0).random(),
+            "forward decides by a random number or by a tensor's value, and each process could "
+            "decide otherwise: train_minimal.py can train it",
+        ),
+        (
+            process.gradients_persist and unused,
+            f"{', '.join(unused)} gets no gradient, for which DDP would wait: remove it, or use "
+            "train_fsdp.py",
+        ),
+        (
+            sharded and len({*each}) < len(each),
+            "blocks share weights, which FSDP cannot shard: train_ddp.py",
+        ),
+        (
+            sharded and scalars,
+            f"FSDP cannot shard the number {', '.join(scalars)}: give it shape (1,)",
+        ),
+    ):
+        if wrong:
+            raise UsageError(f"model.py: {message}")
     if process.sp_degree == 1:
         return
     ours = replace(plain, dropout=0.0)
-    small, ids, labels = small_model_and_batch(ours)
+    small, ids, labels = small_model_and_batch(MiniGPT, ours)
     expected = losses_and_gradients(small, ids, labels, small)
     if wrong := first_difference(expected, partial(shared_step, ours), close_to(expected)):
         raise UsageError(
@@ -229,31 +232,27 @@ def small_config_and_step(config: MiniGPTConfig) -> tuple[MiniGPTConfig, TensorB
     )
     d_model = min(8, config.d_model // config.n_heads) * config.n_heads
     narrow = replace(few, d_model=d_model, d_ff=math.ceil(config.d_ff * d_model / config.d_model))
+    plain: dict[str, Any] = {"recompute": "none", "loss_chunks": 1, "mlp_chunks": 1}
     try:
-        return narrow, small_step(replace(narrow, recompute="none"), techniques=False)
+        return narrow, small_step(MiniGPT, replace(narrow, **plain))
     except Exception:
-        return few, small_step(replace(few, recompute="none"), techniques=False)
+        return few, small_step(MiniGPT, replace(few, **plain))
 
 
 def make_small_model(config: MiniGPTConfig) -> MiniGPT:
     """Return the small model of a config, with random weights, on the CPU."""
-    return small_model_and_batch(small_config_and_step(config)[0])[0]
+    return small_model_and_batch(MemorySavingGPT, small_config_and_step(config)[0])[0]
 
 
 def small_step(
+    model_class: type[MiniGPT],
     config: MiniGPTConfig,
     device: torch.device = CPU,
     precision: torch.dtype = FLOAT32,
-    techniques: bool = True,
 ) -> TensorByName:
-    """Return the losses and gradients of a step, and the random numbers that would be drawn next.
-
-    `techniques`: use `embed` and `head_loss` of memory/head.py instead of those of model.py.
-    """
-    model, ids, labels = small_model_and_batch(config, device)
-    if not techniques:
-        for name in ("embed", "head_loss"):
-            setattr(model, name, getattr(model, name).keywords["plain"])
+    """Return the losses and gradients of a step of a `model_class`, and the random numbers that
+    would be drawn next."""
+    model, ids, labels = small_model_and_batch(model_class, config, device)
     before = numbers_of_modules(model)
     torch.manual_seed(0)
     random.seed(0)
@@ -277,11 +276,12 @@ def numbers_of_modules(model: MiniGPT) -> list[dict[str, Any]]:
 
 
 def small_model_and_batch(
-    config: MiniGPTConfig, device: torch.device = CPU
+    make: Callable[[MiniGPTConfig], MiniGPT], config: MiniGPTConfig, device: torch.device = CPU
 ) -> tuple[MiniGPT, Tensor, Tensor]:
-    """Return a model with random weights, ids and labels, both (2, T). One label is ignored."""
+    """Return the model that `make` makes, with random weights, ids and labels, both (2, T). One
+    label is ignored."""
     torch.manual_seed(0)
-    model = MiniGPT(config).train()
+    model = make(config).train()
     for weight in model.parameters():  # no weight is 0 or 1, so each has an effect
         weight.data.add_(0.1 * torch.randn_like(weight))
     ids = torch.arange(2 * config.max_position_embeddings).view(2, -1) % config.vocab_size
@@ -310,8 +310,7 @@ def losses_and_gradients(
 def shared_step(config: MiniGPTConfig) -> TensorByName:
     """Return the losses and gradients of a step of train_sp.py, whose N_RANKS processes are threads
     here."""
-    model, ids, labels = small_model_and_batch(config)
-    barrier = Barrier(N_RANKS, timeout=10)
+    barrier, ranks = Barrier(N_RANKS, timeout=10), range(N_RANKS)
     sent: list[Sequence[Tensor]] = [()] * N_RANKS
 
     def all_to_all(rank: int, x: Tensor, send_sizes: list[int], _: list[int]) -> Tensor:
@@ -321,19 +320,21 @@ def shared_step(config: MiniGPTConfig) -> TensorByName:
         barrier.wait()
         return received
 
+    shards = [SequenceShard(r, N_RANKS, config.n_heads, partial(all_to_all, r)) for r in ranks]
+    making = [partial(MemorySavingGPT, shard=shard) for shard in shards]
+    made = [small_model_and_batch(make, config) for make in making]  # not in the threads: seeds
+
     def run(rank: int) -> TensorByName:
-        mine, counted = copy.deepcopy(model), labels != -100
-        shard = SequenceShard(rank, N_RANKS, config.n_heads, partial(all_to_all, rank))
-        shard.wrap_attention(mine)
-        tokens = shard.start_sharding(ids.size(1))
+        model, ids, labels = made[rank]
+        counted, tokens = labels != -100, shards[rank].start_sharding(ids.size(1))
         share = counted[:, tokens].sum() / counted.sum()  # the mean loss counts these labels
 
         def forward(ids: Tensor, labels: Tensor) -> Tensor:
-            return share * mine(ids[:, tokens], labels[:, tokens], start=tokens.start)
+            return share * model(ids[:, tokens], labels[:, tokens], start=tokens.start)
 
-        return losses_and_gradients(mine, ids, labels, forward)
+        return losses_and_gradients(model, ids, labels, forward)
 
     with ThreadPoolExecutor(N_RANKS) as pool:
-        of_ranks = [*pool.map(run, range(N_RANKS))]
+        of_ranks = [*pool.map(run, ranks)]
     stacked = {name: torch.stack([one[name] for one in of_ranks]) for name in of_ranks[0]}
     return {name: tensors.sum(0) for name, tensors in stacked.items()}

@@ -4,12 +4,11 @@ import argparse
 import os
 import warnings
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
 
 import torch
 from torch.nn.attention import SDPBackend
 
+from memory import MemorySavingGPT
 from model import MiniGPT
 
 from .bootstrap import read_control_groups, read_or_empty
@@ -127,7 +126,7 @@ def cpu_has_bfloat16() -> bool:
     return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
 
 
-def compile_blocks(model: MiniGPT) -> None:
+def compile_blocks(model: MemorySavingGPT) -> None:
     """Compile each block with torch.compile, and also the softmax of the loss.
 
     For each policy only the first block costs compile time: the other blocks reuse its compiled
@@ -146,7 +145,7 @@ def compile_blocks(model: MiniGPT) -> None:
     torch._functorch.config.graphsafe_rng_functionalization = False
     for block in model.blocks:
         block.compile()
-    model.head_loss = partial(cast(Any, model.head_loss), compiled=True)
+    model.compiled_softmax = True
 
 
 def import_compiler() -> None:

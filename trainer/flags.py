@@ -550,7 +550,7 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
         )
     values = vars(args) | {
         "vocab_size": vocab_size,
-        "recompute": auto_as_full(args.use_activation_checkpoint),
+        "recompute": format_recompute_plan(recompute_plan_of(args)),
     }
     try:
         return MiniGPTConfig(**{field.name: values[field.name] for field in fields(MiniGPTConfig)})

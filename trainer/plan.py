@@ -66,6 +66,7 @@ POLICY_FLAG = "use_activation_checkpoint"
 RESTART_SHARE_OF_FAILED_PEAK = 0.75
 
 # The costs of changes, in words for the user.
+SMALLER_MODEL = "a smaller model (--n-layers, --d-model)"
 COST_OF_RECOMPUTE = "same results, some more time"
 COST_OF_CHUNKED_LOSS = "never holds all logits, at about the same speed"
 COST_OF_SMALLER_BATCH, COST_OF_OFFLOAD = (
@@ -113,15 +114,8 @@ def describe_suggested_change(
     )
     change = next(changes, None)
     if change is None:
-        ways = {
-            "a smaller --batch-size": args.batch_size > 1,
-            "a shorter --seq-len": args.seq_len > 1,
-            "--moments-dtype bfloat16": args.moments_dtype != "bfloat16",
-            "--optimizer muon": args.optimizer != "muon",
-            "a smaller model (--n-layers, --d-model)": True,
-        }
-        helping = (way for way, is_open in ways.items() if is_open)
-        return f"what changes the training: {', '.join(helping)}"
+        ways = [some[0].cost_in_words for some in changes_of_training(args) if some]
+        return f"what changes the training: {', '.join([*ways, SMALLER_MODEL])}"
     return f"{' '.join(to_argv(in_use | change.flags))} ({change.cost_in_words})"
 
 
@@ -432,7 +426,7 @@ class PlanRequest:
                 ways.append(change.cost_in_words + f" with {policy}" * bool(policy))
         if n := self.shards_needed:
             ways.append(f"{n} of this card with train_fsdp.py")
-        words = ", or ".join(ways or ["a smaller model (--n-layers, --d-model)"])
+        words = ", or ".join(ways or [SMALLER_MODEL])
         return f"{reason}try what changes the training: {words}", None
 
     @property

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from data import DataError, Tokenizer
 from data.tokenizer import errors_as_data_errors, load_tokenizer
 from data.tokenizer_json import read_folder
+from memory import MemorySavingGPT, recompute_plan_of_config
 from model import MiniGPT, MiniGPTConfig
 from planner.formulas import count_parameters
 
@@ -184,7 +185,9 @@ def make_config(content: dict[str, Any]) -> MiniGPTConfig:
                 f"{max_size:,}"
             )
     try:
-        return MiniGPTConfig(**content)
+        config = MiniGPTConfig(**content)
+        recompute_plan_of_config(config)  # raises ValueError for a strange policy
+        return config
     except ValueError as error:
         raise DataError(error) from None
 
@@ -244,7 +247,7 @@ class Pretrained:
     def make_model_with_weights(self, device: torch.device) -> MiniGPT:
         """Return a model with these weights, in evaluation mode and in float32."""
         with torch.device("meta"):
-            model = MiniGPT(self.config)
+            model = MemorySavingGPT(self.config)
         model.to_empty(device=device).load_state_dict(self.weights)
         return model.eval()
 
@@ -284,7 +287,7 @@ def check_and_hash_weights(path: Path, config: MiniGPTConfig, weights: dict[str,
     """Return the checksum of the weights. Raises SnapshotError if a name or a shape differs from
     the model of `config`, or if a weight is NaN or infinite."""
     with torch.device("meta"):
-        model = MiniGPT(config).state_dict()
+        model = MemorySavingGPT(config).state_dict()
     check_shapes(path, weights, model)
     checksum = 0
     for name, weight in weights.items():

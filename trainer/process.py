@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from model import MiniGPT
+from memory import MemorySavingGPT
+from model import MiniGPT, MiniGPTConfig
 
 from .device import choose_device
 from .flags import UsageError
@@ -80,6 +81,10 @@ class OneProcess:
         Raises UsageError if the other processes cannot be reached, or if a flag does not work with
         several processes.
         """
+
+    def make_model(self, config: MiniGPTConfig) -> MemorySavingGPT:
+        """Return the model that this process trains, with random weights."""
+        return MemorySavingGPT(config)
 
     def allocate_parameters(self, model: MiniGPT) -> None:
         """Allocate the memory of parameters on device "meta" (where tensors have only shapes).

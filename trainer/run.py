@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from data import Dataset, TrainBatches, ValBatches
-from model import MiniGPT
+from memory import MemorySavingGPT
 
 from .clocks import StepClock
 from .flags import UsageError
@@ -50,7 +50,7 @@ class Run:
     process: OneProcess
     data: Dataset
     snapshot_metadata: State  # part of each snapshot: config, flags, tokenizer, data
-    model: MiniGPT
+    model: MemorySavingGPT
     optimizer: torch.optim.Optimizer
     precision: torch.dtype
     training_batches: TrainBatches

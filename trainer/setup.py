@@ -148,7 +148,7 @@ def build_run(
     val = ValBatches(data.val_token_files, args.batch_size, args.seq_len, args.eval_tokens, device)
     snapshot_metadata = make_snapshot_metadata(args, process, plan.config, data)
     torch.manual_seed(args.seed)  # for parameters that model.py itself draws
-    model = make_model_without_memory(plan.config)
+    model = make_model_without_memory(plan.config, process.make_model)
     if resumed is not None:
         check_shapes(resumed.path, resumed.state["model"], model.state_dict())
         resume.check_resumable(resumed.state, snapshot_metadata, resumed.path)

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from memory import policies
+from memory import gpt, policies
 
 aten = torch.ops.aten
 FUNCTIONAL = "torch.nn.functional"
@@ -106,5 +106,6 @@ def mps() -> Iterator[Generator]:
         patch.setattr(f"{FUNCTIONAL}.dropout", dropout)
         patch.setattr("torch.mps._get_default_mps_generator", lambda: generator)
         patch.setattr(policies, "default_generator", lambda device: real(torch.device("mps")))
-        patch.setattr(policies, "checkpoint_loses_rng", lambda device: True)
+        for module in (policies, gpt):
+            patch.setattr(module, "checkpoint_loses_rng", lambda device: True)
         yield generator

@@ -9,8 +9,8 @@ from cases.shapes import CONFIG, PRECISIONS, T
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memory import head, offload
-from model import MiniGPT, MiniGPTConfig
+from memory import MemorySavingGPT, head, offload
+from model import MiniGPTConfig
 from planner import Card, Planner, step
 from trainer import optimizer, plan
 from trainer.clocks import LiveStorages
@@ -37,7 +37,7 @@ def shared(key: tuple, make: Any) -> Planner:
         step.cublas_workspace_bytes(None),
     )
     changed += (
-        step.MiniGPT,
+        step.MemorySavingGPT,
         head.LOGITS_CHUNK_BYTES,
         head.SOFTMAX_SLICE_ELEMENTS,
         optimizer.UPDATE_CHUNK_ELEMENTS,
@@ -114,7 +114,7 @@ def measured_peak(
         optimizer.zero_grad(set_to_none=not ddp)  # as train_minimal.train_step does
 
     with storages if by_ours else nullcontext():
-        wrapped = model = MiniGPT(config).train()
+        wrapped = model = MemorySavingGPT(config).train()
         optimizer = make_optimizer(model)
         if ddp:
             wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)

@@ -52,7 +52,7 @@ def new_model(
     process: OneProcess, config: MiniGPTConfig, dtype: torch.dtype = torch.float32
 ) -> MiniGPT:
     torch.manual_seed(0)
-    model = make_model_without_memory(config).to(dtype)
+    model = make_model_without_memory(config, process.make_model).to(dtype)
     with (
         patch.object(OneProcess, "allocate_parameters", no_whole_model)
         if process.shard_degree > 1
@@ -235,7 +235,7 @@ def accepts(process: OneProcess, recompute: str) -> bool:
     """Return whether a trainer starts with this policy and the present MiniGPT."""
     config = replace(SHAPE, recompute=recompute)
     try:
-        check_model(make_model_without_memory(config), process, torch.float32)
+        check_model(make_model_without_memory(config, process.make_model), process, torch.float32)
     except UsageError:
         return False
     return True

@@ -1,0 +1,155 @@
+"""MiniGPT with all techniques that save memory, each in a method that overrides one of MiniGPT.
+
+No technique changes a result, except for the rounding of chunks (`loss_chunks`, `mlp_chunks`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model import MiniGPT, MiniGPTConfig
+
+from .head import TiedEmbeddingFunction, chunked_head_loss
+from .offload import Offload, PinnedPool
+from .policies import (
+    activation_checkpoint,
+    checkpoint_loses_rng,
+    format_recompute_plan,
+    make_policy_function,
+    recompute_plan_of_config,
+    run_group_as_one_block,
+)
+from .sequence import SequenceShard, WithBackward
+
+# (function that runs a block or group on x, True if MiniGPT.forward checkpoints that function)
+CallAndCheckpointFlag = tuple[Callable[..., Tensor], bool]
+
+
+class MemorySavingGPT(MiniGPT):
+    """A MiniGPT with every recompute policy (memory/policies.py), chunks, and offload.
+
+    Args:
+        config: `recompute` may be any policy string. Raises ValueError if it is not one.
+        device_type: run the head's kernels for "cpu", "cuda" or "mps"; None: those for the device
+            of the weights. (The planner simulates every device on a CPU.)
+        shard: this rank's part of each sequence (train_sp.py); None: whole sequences.
+    """
+
+    def __init__(
+        self,
+        config: MiniGPTConfig,
+        device_type: str | None = None,
+        shard: SequenceShard | None = None,
+    ):
+        super().__init__(config)
+        self.device_type, self.shard = device_type, shard
+        self.compiled_softmax = False  # True: the head runs softmax as compiled code
+        self.offload_pool = PinnedPool()  # CPU memory for offload
+
+    def checked_config(self, config: MiniGPTConfig) -> MiniGPTConfig:
+        """Return `config` with the shortest policy string that means the same."""
+        return replace(config, recompute=format_recompute_plan(recompute_plan_of_config(config)))
+
+    def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Look up ids as MiniGPT does, but with one gradient buffer for embedding and head.
+
+        A CPU adds the rows of the gradient in the same order in every run. A GPU would add them in
+        a random order, and each run would round differently. So on a GPU, call torch's operator. It
+        first sorts the ids, and then makes the gradient of all V rows.
+        """
+        embedding = self.token_embedding
+        special = embedding.padding_idx is not None or embedding.max_norm is not None
+        if not torch.is_grad_enabled() or special or type(embedding) is not nn.Embedding:
+            return super().embed(input_ids)
+        row_by_row = (self.device_type or input_ids.device.type) == "cpu"
+        return TiedEmbeddingFunction.apply(embedding.weight, input_ids, row_by_row)
+
+    def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Return MiniGPT's loss, computed in chunks of tokens (`config.loss_chunks`)."""
+        if self.config.loss_chunks == 1:
+            return super().head_loss(x, weight, labels)
+        how = self.config.loss_chunks, self.device_type or x.device.type, self.compiled_softmax
+        return chunked_head_loss(x, weight, labels, *how)
+
+    def blocks_with_recompute(self) -> Iterable[CallAndCheckpointFlag]:
+        """Return (function, whether `forward` checkpoints it) for each block or group, in order, as
+        `config.recompute` says. Evaluation recomputes nothing."""
+        config = self.config
+        # If torch's checkpoint ignores the RNG, use `activation_checkpoint` instead.
+        loses_rng = config.dropout > 0 and checkpoint_loses_rng(self.token_embedding.weight.device)
+        plain = config.recompute in ("none", "full") and config.mlp_chunks == 1 and not loses_rng
+        if self.shard is None and (plain or not self.training):
+            return super().blocks_with_recompute()
+        return self.iter_block_calls(loses_rng)
+
+    def iter_block_calls(self, loses_rng: bool) -> Iterator[CallAndCheckpointFlag]:
+        """Yield what `blocks_with_recompute` returns. `loses_rng`: see there."""
+        config, blocks, offload = self.config, iter(self.blocks), Offload(self.offload_pool)
+        plan = recompute_plan_of_config(
+            config if self.training else replace(config, recompute="none")
+        )
+        try:
+            for i, (policy, size) in enumerate(plan.group_policies_and_sizes):
+                group, is_full = list(islice(blocks, size)), policy == "full"
+                run: Any = (
+                    group[0] if size == 1 else partial(run_group_as_one_block, group, plan.nested)
+                )
+                policy_function = make_policy_function(policy, config.d_ff, config.mlp_chunks)
+                if self.shard is not None:
+                    policy_function = partial(self.shard.run_block, policy=policy_function)
+                if policy_function:
+                    run = partial(run, policy=policy_function)
+                # Checkpoint here, not in MiniGPT.forward: for the RNG (`loses_rng`), or because
+                # offload's hooks get a checkpoint's input only if they are around the checkpoint.
+                if is_full and (plan.offload or loses_rng):
+                    run = partial(activation_checkpoint, run, has_dropout=config.dropout > 0)
+                    is_full = False
+                if plan.offload:
+                    # Do not offload tensors of the last call. Its backward comes first, so the
+                    # tensors would be copied back at once.
+                    moves = policy != "none" and i + 1 < len(plan.group_policies_and_sizes)
+                    run = offload.wrap(run, moves, group)
+                yield run, is_full
+        finally:
+            offload.wait_for_copies()
+
+
+class SequenceParallelGPT(MemorySavingGPT):
+    """A MemorySavingGPT of which each rank computes its tokens of every sequence.
+
+    `model(ids, labels)`, both whole sequences (B, T), the same on all ranks, returns the mean loss
+    of all tokens, (). Without labels (when text is generated) each rank computes whole sequences.
+    """
+
+    def __init__(
+        self, config: MiniGPTConfig, shard: SequenceShard, all_reduce: Callable[[Tensor], Tensor]
+    ):
+        """`all_reduce(x)` returns the sum of the `x` of all ranks."""
+        super().__init__(config, shard=shard)
+        # (`self.shard` is the same object, but its type allows None.)
+        self.ranks_shard, self.all_reduce = shard, all_reduce
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, kv_cache: Any = None, start: int = 0
+    ) -> Tensor:
+        if labels is None:
+            self.ranks_shard.stop_sharding()
+            return super().forward(input_ids, None, kv_cache, start)
+        # Labels are shifted before the split: a rank's last label is the next rank's first token.
+        mine, has_label = self.ranks_shard.start_sharding(input_ids.size(1)), labels != -100
+        # `start` is the position of this rank's first token. (If you add rotary positions in
+        # `attend`, count positions from 0: attention always computes whole sequences.)
+        loss = super().forward(input_ids[:, mine], labels[:, mine], start=mine.start)
+        # `loss` is the mean of this rank's labels (NaN if it has none). Weight it by their number,
+        # because some ranks have more labels than others.
+        n_mine, n_all = has_label[:, mine].sum(), has_label.sum()
+        share = loss.where(n_mine > 0, 0.0) * n_mine / n_all
+        # FSDP averages gradients over the ranks, but their sum is needed: multiply by the number
+        # of ranks.
+        n_ranks = len(self.ranks_shard.heads)
+        return WithBackward.apply(share, self.all_reduce, lambda gradient: gradient * n_ranks)
