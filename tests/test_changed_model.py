@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from cases.shapes import PRECISIONS, WIDE
-from harness.changed import CHANGES, FOLLOWED, REFUSED, changed_model, put_in
+from harness.changed import CHANGES, FOLLOWED, REFUSED, changed_model, changed_techniques, put_in
 from harness.gpt2_folder import write_folder
 from harness.planned import measured_peak, planner
 from harness.runs import (
@@ -33,14 +33,15 @@ from trainer.process import OneProcess
 
 ONE = OneProcess(torch.device("cpu"))
 EQUAL = ["other_words", "asks_a_number", "shared"]  # compute GPT-2
-FEW, slow = ["swiglu", "rotary", "gated_attention", "scalar"], pytest.mark.slow
+FEW, slow = ["modern", "gated_attention", "scalar"], pytest.mark.slow
 # Change -> trainers that refuse it. (All others train as one process does.)
 SHARDED, SP = "train_fsdp.py train_sp.py", "train_sp.py"
-ALONE = dict.fromkeys(["gated_attention", "grouped_queries", "alibi", "token_shift"], SP)
+ALONE = dict.fromkeys(["gated_attention", "grouped", "modern", "alibi", "token_shift"], SP)
 ALONE |= {"scalar": SHARDED, "shared": SHARDED, "unused": "train_ddp.py"}
+ALONE["looped"] = SP
 ALONE |= dict.fromkeys(["layer_drop", "asks_a_number"], f"train_ddp.py {SHARDED}")
 LOOPS = ["skips", "embedding_in_each_block", "depth_scale"]
-REST = [*FOLLOWED, *ALONE, *LOOPS, "guarded", "looped"]
+REST = [*FOLLOWED, *ALONE, *LOOPS, "scaled_input", "first_stream", "looped"]
 REST = [name for name in dict.fromkeys(REST) if name not in FEW]
 
 
@@ -63,7 +64,7 @@ SHAPE = MiniGPTConfig(61, 16, n_layers=3, n_heads=2, d_model=16, d_ff=64, dropou
 def make(name: str, config: MiniGPTConfig) -> MiniGPT:
     """A model with random weights, of which none is 0 or 1."""
     torch.manual_seed(0)
-    model = changed_model(name).MiniGPT(config).train()
+    model = changed_techniques(name).MemorySavingGPT(config).train()
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
@@ -159,7 +160,7 @@ def test_processes_together_learn_what_one_does(names):
     [
         *zip(
             [*FEW, "wider_inside", "shared", "skips"],
-            [["cheap"], ["full"], ["none"], ["qkv"], ["mlp"], ["full"], ["cheap"]],
+            [["cheap", "sdpa"], ["none"], ["qkv"], ["mlp"], ["full"], ["cheap"]],
             strict=True,
         ),
         *(pytest.param(name, [*POLICY_NAMES, "full/2"], marks=slow) for name in FOLLOWED),
@@ -171,8 +172,7 @@ def test_the_memory_of_a_changed_model_is_planned(name, ways, change):
     for policy in ways:
         config = replace(WIDE, recompute=policy, dropout=0.1 * (policy == "full"))
         measured = measured_peak(config, 16)
-        close = 0.015 if name == "first_stream" else 0.003
-        assert planner(config).step(16).peak == pytest.approx(measured, rel=close), policy
+        assert planner(config).step(16).peak == pytest.approx(measured, rel=0.003), policy
 
 
 @pytest.mark.parametrize("name", ["buffer", "attribute", "empty", "prelu", "tied"])
@@ -235,7 +235,18 @@ def test_weights_of_gpt2_in_other_arithmetic_are_said(name, change, tmp_path, ca
     assert warned == (name not in EQUAL)
 
 
-OTHER_TENSORS = {"rms_norm": "ln_1.bias", "gate": "c_gate.weight", "wide_positions": "position_emb"}
+def test_a_run_of_a_changed_model_resumes(tmp_path, change):
+    """To the bits of the run that was not stopped."""
+    change("modern")
+    whole, path = tmp_path / "whole.pt", tmp_path / "run.pt"
+    flags = "--lr-scheduler=constant", "--use-activation-checkpoint=cheap"
+    assert train_here(whole, *flags, "--num-steps=4") == 0
+    assert train_here(path, *flags, "--num-steps=2") == 0
+    assert train_here(path, "--resume", "--num-steps=4") == 0
+    assert same(snapshot(path)["model"], snapshot(whole)["model"])
+
+
+OTHER_TENSORS = {"rmsnorm": "ln_1.bias", "gate": "c_gate.weight", "wide_positions": "position_emb"}
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -283,7 +294,7 @@ def test_a_prediction_that_fails_names_the_line(tmp_path, change, capfd):
 
 
 def test_a_plan_says_which_operators_are_others_on_the_device(change, capsys):
-    change("rms_norm")
+    change("rmsnorm")
     for device_type in ("cpu", "cuda", "mps"):
         plan = planner(WIDE, device_type=device_type)
         assert plan.step(1) and ("rms_norm" in plan.inaccuracy_note) == (device_type != "cpu")

@@ -12,16 +12,20 @@ TABLE = """
         self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model)"""
 SUM = "self.dropout(x + self.position_embedding(positions))"
 C_FC = "        self.c_fc = nn.Linear(config.d_model, config.d_ff)\n"
-WIDEN = "return self.mlp.c_fc(self.ln_2(x))"
+UP = "return self.c_fc(x)"
 ACTIVATION = 'F.gelu(wide, approximate="tanh")'
-NARROW = f"return self.mlp.c_proj({ACTIVATION})"
-QKV = "return self.attn.c_attn(self.ln_1(x))"
+DOWN = f"return self.c_proj({ACTIVATION})"
+QKV = "return self.c_attn(x)"
 ATTENDED = "is_causal=T > 1)"
-ADD = """        x = x + self.dropout(attention(x))
-        return x + self.dropout(feed_forward(x))
+ADD = """        x = x + self.dropout(self.attention(x, kv_cache))
+        return x + self.dropout(self.feed_forward(x))
 """
-HALVES, NARROWED = ("attention", "feed_forward"), "self.down_project(self.up_project(x))"
-ALL = "return self.add_residuals(x, lambda x: self.attention(x, kv_cache), self.feed_forward)"
+NORMED = [
+    ("return self.attn(self.ln_1(x), kv_cache)", "ln_1"),
+    ("return self.mlp(self.ln_2(x))", "ln_2"),
+]
+WITHOUT_NORMS = [(half, half.replace(f"self.{norm}(x)", "x")) for half, norm in NORMED]
+POLICY = "            return policy(self, x, kv_cache)\n"
 INIT = "        self.init_weights()\n"
 BLOCK = "Block(config) for _ in range(config.n_layers)"
 MLP_OF_BLOCK = "        self.mlp = MLP(config)\n"
@@ -31,31 +35,29 @@ ENTER = "            layer_cache = None if kv_cache is None else kv_cache.setdef
 LEAVE = "        x = self.ln_f(x)\n"
 
 
-def of_document(*names: str) -> dict[str, list[tuple[str, str]]]:
-    """Return the diffs of docs/change.md: name -> [(old lines, new lines)]. `names`: a name for
-    each diff, in the order of the document."""
+def of_document() -> dict[str, list[tuple[str, str]]]:
+    """Return the changes of docs/change.md: name -> [(old lines, new lines)]. Each hunk of the diff
+    names its change. "modern": all of them."""
     text = (ROOT / "docs/change.md").read_text("utf-8")
-    diffs = re.findall("^```diff\\n(.*?)^```", text, re.M | re.S)
-    changes = {}
-    for name, diff in zip(names, diffs, strict=True):
-        hunks = [hunk.splitlines(keepends=True) for hunk in diff.split("@@\n")]
-        changes[name] = [
-            tuple("".join(line[1:] for line in hunk if line[0] in kept) for kept in (" -", " +"))
-            for hunk in hunks
-        ]
+    changes: dict[str, list[tuple[str, str]]] = {}
+    for hunk in re.search("^```diff\n(.*?)^```", text, re.M | re.S)[1].split("@@ ")[1:]:
+        name, *lines = hunk.splitlines(keepends=True)
+        old, new = ("".join(row[1:] for row in lines if row[0] in kept) for kept in (" -", " +"))
+        for key in (name.strip().lower().replace(" ", "_"), "modern"):
+            changes.setdefault(key, []).append((old, new))
     return changes
 
 
 # Name of a change -> [(lines of model.py, their replacement)]
 CHANGES: dict[str, list[tuple[str, str]]] = {
-    **of_document("rms_norm", "swiglu", "rotary"),
+    **of_document(),
     "gate": [  # swiglu, but a separate linear layer computes the gate
         (C_FC, C_FC + C_FC.replace("c_fc", "c_gate")),
         (
-            WIDEN,
-            "x = self.ln_2(x)\n        return F.silu(self.mlp.c_gate(x)) * self.mlp.c_fc(x)",
+            UP,
+            "return F.silu(self.c_gate(x)) * self.c_fc(x)",
         ),
-        (NARROW, "return self.mlp.c_proj(wide)"),
+        (DOWN, "return self.c_proj(wide)"),
     ],
     "relu_squared": [(ACTIVATION, "F.relu(wide).square()")],
     "exact_gelu": [(ACTIVATION, "F.gelu(wide)")],
@@ -64,25 +66,16 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
     "parallel": [
         (
             ADD,
-            "        return x + self.dropout(attention(x)) + self.dropout(feed_forward(x))\n",
+            "        halves = self.attention(x, kv_cache), self.feed_forward(x)\n"
+            "        return x + self.dropout(halves[0]) + self.dropout(halves[1])\n",
         )
     ],
-    "no_biases": [
-        (before, before.replace(")\n", ", bias=False)\n"))
-        for before in (
-            C_FC,
-            "nn.Linear(config.d_ff, config.d_model)\n",
-            "nn.Linear(config.d_model, config.d_model)\n",
-        )
-    ]
-    + [("3 * config.d_model)", "3 * config.d_model, bias=False)")],
     "post_norm": [
-        (QKV, "return self.attn.c_attn(x)"),
-        (WIDEN, "return self.mlp.c_fc(x)"),
+        *WITHOUT_NORMS,
         (
             ADD,
-            "        x = self.ln_1(x + self.dropout(attention(x)))\n"
-            "        return self.ln_2(x + self.dropout(feed_forward(x)))\n",
+            "        x = self.ln_1(x + self.dropout(self.attention(x, kv_cache)))\n"
+            "        return self.ln_2(x + self.dropout(self.feed_forward(x)))\n",
         ),
     ],
     "wider_inside": [  # the MLP of every second block is twice as wide
@@ -100,8 +93,8 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
         ),
         (
             ADD,
-            ADD.replace("dropout(f", "dropout(self.gain[1] * f").replace(
-                "self.dropout(a", "self.gain[0] * self.dropout(a"
+            ADD.replace("dropout(self.f", "dropout(self.gain[1] * self.f").replace(
+                "self.dropout(self.a", "self.gain[0] * self.dropout(self.a"
             ),
         ),
     ],
@@ -109,19 +102,13 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
         (MLP_OF_BLOCK, MLP_OF_BLOCK + "        self.gain = nn.Parameter(torch.tensor(0.5))\n"),
         (ADD, ADD.replace("self.dropout(", "self.gain * self.dropout(")),
     ],
-    "unused": [(WIDEN, "return self.mlp.c_fc(x)")],
+    "unused": WITHOUT_NORMS[1:],
     "shared": [(f"nn.ModuleList({BLOCK})", "nn.ModuleList([Block(config)] * config.n_layers)")],
     "gated_attention": [
         (C_ATTN, "4 * config.d_model)"),
         (SPLIT, SPLIT.replace("3", "4")),
         ("q, k, v = (", "q, k, v, gate = ("),
         ("return y.transpose(1, 2)", "return (y * gate.sigmoid()).transpose(1, 2)"),
-    ],
-    "grouped_queries": [  # half as many heads of keys and values
-        (C_ATTN, "2 * config.d_model)"),
-        (SPLIT, SPLIT.replace("3", "2")),
-        ("qkv.split(C, dim=2)", "qkv.split([C, C // 2, C // 2], dim=2)"),
-        (ATTENDED, ATTENDED[:-1] + ", enable_gqa=True)"),
     ],
     "alibi": [  # heads are counted; relative positions
         (
@@ -134,16 +121,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
         ),
         (ATTENDED, "attn_mask=bias)"),
     ],
-    "first_stream": [  # another argument of a block
-        ("policy: Any = None) -> Tensor:\n", "x0: Any = 0.0, policy: Any = None) -> Tensor:\n"),
-        (
-            "        if policy is not None:\n",
-            "        x = x + 0.1 * x0\n        if policy is not None:\n",
-        ),
-        (START, START + "        x0 = x\n"),
-        ("checkpoint(block, x, ", "checkpoint(block, x, None, x0, "),
-        ("block(x, layer_cache)", "block(x, layer_cache, x0)"),
-    ],
+    "whole_block": [(ADD, ADD.replace("return x + ", "return 0.9 * x + "))],
     "two_tables": [  # an additional embedding table, of the ids modulo 7
         (TABLE, TABLE + "\n        self.pair_embedding = nn.Embedding(7, config.d_model)"),
         (SUM, SUM[:-1] + " + self.pair_embedding(input_ids % 7))"),
@@ -155,7 +133,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
         )
     ],
     "other_words": [  # the same function with other operators: only rounding differs
-        (QKV, "return self.ln_1(x) @ self.attn.c_attn.weight.T + self.attn.c_attn.bias"),
+        (QKV, "return x @ self.c_attn.weight.T + self.c_attn.bias"),
     ],
     # Tensors whose values would be lost.
     **{
@@ -184,29 +162,39 @@ GROUPS = "full/2 full/2+nested"
 # refused with dropout, [(lines of model.py, their replacement)])
 REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
     # Changes of lines that some policies do not run.
-    "whole_block": (FINER, FINER, [(ALL, ALL.replace("return", "return 0.9 *"))]),
     "halves": (
-        "cheap qkv mlp:1,cheap cheap+offload",
-        "cheap qkv mlp:1,cheap cheap+offload",
+        "qkv",
+        "qkv",
         [
-            (f"return {half}", f"return F.layer_norm({half}, x.shape[-1:])")
-            for half in ("self.attn.c_proj(self.attn.attend(self.qkv(x), kv_cache))", NARROWED)
+            (half, half.replace("return ", "return F.layer_norm(") + ", x.shape[-1:])")
+            for half, _ in NORMED
         ],
     ),
     "norms_in_add": (  # the input of `attention` is not the input of the block
         "qkv",
         "qkv",
         [
-            (QKV, "return self.attn.c_attn(x)"),
-            (WIDEN, "return self.mlp.c_fc(x)"),
-            (ADD, ADD.replace("attention(x)", "attention(self.ln_1(x))")),
+            *WITHOUT_NORMS,
+            ("attention(x, kv_cache))\n", "attention(self.ln_1(x), kv_cache))\n"),
             ("feed_forward(x))\n", "feed_forward(self.ln_2(x)))\n"),
         ],
     ),
-    "guarded": (  # a line of the block that policies do not run
+    "scaled_input": ("qkv", "qkv", [(POLICY, POLICY + "        x = 0.9 * x\n")]),
+    "first_stream": (
+        "qkv",
+        "qkv",
+        [  # another argument of a block
+            ("policy: Any = None) -> Tensor:\n", "x0: Any = 0.0, policy: Any = None) -> Tensor:\n"),
+            (POLICY, POLICY.replace(")", ", x0)") + "        x = x + 0.1 * x0\n"),
+            (START, START + "        x0 = x\n"),
+            ("checkpoint(block, x, ", "checkpoint(block, x, None, x0, "),
+            ("block(x, layer_cache)", "block(x, layer_cache, x0)"),
+        ],
+    ),
+    "before_the_policy": (  # a line that runs twice under a policy
         FINER,
         FINER,
-        [(ALL, f"x = 0.9 * x\n        {ALL}")],
+        [("        if policy is not", "        x = 0.9 * x\n        if policy is not")],
     ),
     # Changes of the loop of MiniGPT.forward, of which a group is one call.
     **{
@@ -235,7 +223,12 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
     "own_dropout": (
         REPLAYED,
         "",
-        [(f"self.dropout({half}(x))", f"F.dropout({half}(x), 0.2)") for half in HALVES],
+        [
+            (
+                "self.dropout(self.attention(x, kv_cache))",
+                "F.dropout(self.attention(x, kv_cache), 0.2)",
+            )
+        ],
     ),
     "rare_drop_path": (
         REPLAYED,
@@ -253,20 +246,23 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
     "dropout_inside": (
         "",
         "cheap mlp mlp:1,cheap cheap+offload",
-        [(NARROW, f"return self.mlp.c_proj(self.dropout({ACTIVATION}))")],
+        [
+            (C_FC, f"{C_FC}        self.dropout = nn.Dropout(config.dropout)\n"),
+            (DOWN, f"return self.c_proj(self.dropout({ACTIVATION}))"),
+        ],
     ),
     "noise": (
         f"cheap mlp {REPLAYED}",
         "cheap mlp",
-        [(WIDEN, "return self.mlp.c_fc(self.ln_2(x) + 0.1 * torch.randn_like(x))")],
+        [(UP, "return self.c_fc(x + 0.1 * torch.randn_like(x))")],
     ),
     # Changes that keep a state. A replay changes the state a second time.
     "counter": (
         f"{FINER} {REPLAYED}",
         f"{FINER} {REPLAYED}",
         [
-            (MLP_OF_BLOCK, f"{MLP_OF_BLOCK}        self.n = 0\n"),
-            (NARROW, f"self.n += 1\n        return self.mlp.c_proj(self.n * {ACTIVATION})"),
+            (C_FC, f"{C_FC}        self.n = 0\n"),
+            (DOWN, f"self.n += 1\n        return self.c_proj(self.n * {ACTIVATION})"),
         ],
     ),
     "in_place": (
@@ -280,9 +276,9 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
         f"{FINER} full",
         [
             (
-                "    return F.cross_entropy(",
-                "    z = F.linear(x, weight).float().logsumexp(-1).square().mean()\n"
-                "    return 1e-4 * z + F.cross_entropy(",
+                "        return F.cross_entropy(",
+                "        z = F.linear(x, weight).float().logsumexp(-1).square().mean()\n"
+                "        return 1e-4 * z + F.cross_entropy(",
             )
         ],
     ),
@@ -290,13 +286,13 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
     "looped": (
         f"{FINER} full/2 full/2+nested full+offload full:chunks",
         f"{FINER} full/2 full/2+nested full+offload full:chunks",
-        [("for block in model.blocks]", "for block in [*model.blocks, *model.blocks]]")],
+        [("for block in self.blocks]", "for block in [*self.blocks, *self.blocks]]")],
     ),
     # A change that makes tokens depend on each other outside of attention.
     "token_shift": (
         "mlp:chunks full:chunks sdpa:chunks",
         "mlp:chunks full:chunks sdpa:chunks",
-        [(WIDEN, "return self.mlp.c_fc(self.ln_2(x) + F.pad(x[:, :-1], (0, 0, 1, 0)))")],
+        [(UP, "return self.c_fc(x + F.pad(x[:, :-1], (0, 0, 1, 0)))")],
     ),
 }
 
@@ -314,12 +310,31 @@ def changed_model(*names: str) -> ModuleType:
     return module
 
 
+@cache
+def changed_techniques(*names: str) -> ModuleType:
+    """Return a module: memory/gpt.py on top of the changed model.py."""
+    source = (ROOT / "memory/gpt.py").read_text("utf-8")
+    before = "from model import MiniGPT, MiniGPTConfig\n"
+    assert before in source
+    module = ModuleType("memory.gpt")
+    vars(module).update(__package__="memory", MiniGPT=changed_model(*names).MiniGPT)
+    source = source.replace(before, "from model import MiniGPTConfig\n")
+    exec(compile(source, ROOT / "memory/gpt.py", "exec"), vars(module))
+    return module
+
+
 def put_in(*names: str, setattr: Callable[[ModuleType, str, type], None] = setattr) -> None:
-    """Replace MiniGPT by the changed MiniGPT in all modules that have imported it. Later imports
-    get the changed class, too. `setattr`: a function that replaces an attribute of a module."""
+    """Replace MiniGPT and its subclasses by the changed ones in all modules that have imported
+    them. Later imports get the changed classes, too. `setattr`: a function that replaces an
+    attribute of a module."""
+    import memory
     import model
 
-    there, changed = model.MiniGPT, changed_model(*names).MiniGPT
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("MiniGPT") is there:
-            setattr(module, "MiniGPT", changed)
+    changed, there = changed_techniques(*names), [model, memory, memory]
+    for package, name in zip(
+        there, ["MiniGPT", "MemorySavingGPT", "SequenceParallelGPT"], strict=True
+    ):
+        old = getattr(package, name)
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(name) is old:
+                setattr(module, name, getattr(changed, name))
