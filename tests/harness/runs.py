@@ -43,7 +43,7 @@ TINY_MODEL = TINY[TINY.index("--n-layers") :]  # TINY without the flags that cho
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 FAULTS = "tests/harness/faults.py"  # runs a trainer with the faults in the variable FAULTS
-DEADLINE = 150.0  # seconds; on an idle machine a run takes only a few seconds
+DEADLINE = 300.0  # seconds; on an idle machine a run takes only a few seconds
 GRACE = 5  # seconds from SIGTERM to SIGKILL, when another process has failed
 
 
