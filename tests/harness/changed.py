@@ -121,7 +121,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
         ),
         (ATTENDED, "attn_mask=bias)"),
     ],
-    "whole_block": [(ADD, ADD.replace("return x + ", "return 0.9 * x + "))],
+    "whole_block": [(ADD, ADD.replace("return ", "return 0.9 * (").rstrip() + ")\n")],
     "two_tables": [  # an additional embedding table, of the ids modulo 7
         (TABLE, TABLE + "\n        self.pair_embedding = nn.Embedding(7, config.d_model)"),
         (SUM, SUM[:-1] + " + self.pair_embedding(input_ids % 7))"),
@@ -224,10 +224,8 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
         REPLAYED,
         "",
         [
-            (
-                "self.dropout(self.attention(x, kv_cache))",
-                "F.dropout(self.attention(x, kv_cache), 0.2)",
-            )
+            (f"self.dropout(self.{half})", f"F.dropout(self.{half}, 0.2)")
+            for half in ("attention(x, kv_cache)", "feed_forward(x)")
         ],
     ),
     "rare_drop_path": (
