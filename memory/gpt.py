@@ -26,9 +26,6 @@ from .policies import (
 )
 from .sequence import SequenceShard, WithBackward
 
-# (function that runs a block or group on x, True if MiniGPT.forward checkpoints that function)
-CallAndCheckpointFlag = tuple[Callable[..., Tensor], bool]
-
 
 class MemorySavingGPT(MiniGPT):
     """A MiniGPT with every recompute policy (memory/policies.py), chunks, and offload.
@@ -76,7 +73,7 @@ class MemorySavingGPT(MiniGPT):
         how = self.config.loss_chunks, self.device_type or x.device.type, self.compiled_softmax
         return chunked_head_loss(x, weight, labels, *how)
 
-    def blocks_with_recompute(self) -> Iterable[CallAndCheckpointFlag]:
+    def blocks_with_recompute(self) -> Iterable[tuple[Callable[..., Tensor], bool]]:
         """Return (function, whether `forward` checkpoints it) for each block or group, in order, as
         `config.recompute` says. Evaluation recomputes nothing."""
         config = self.config
@@ -87,7 +84,7 @@ class MemorySavingGPT(MiniGPT):
             return super().blocks_with_recompute()
         return self.iter_block_calls(loses_rng)
 
-    def iter_block_calls(self, loses_rng: bool) -> Iterator[CallAndCheckpointFlag]:
+    def iter_block_calls(self, loses_rng: bool) -> Iterator[tuple[Callable[..., Tensor], bool]]:
         """Yield what `blocks_with_recompute` returns. `loses_rng`: see there."""
         config, blocks, offload = self.config, iter(self.blocks), Offload(self.offload_pool)
         plan = recompute_plan_of_config(
@@ -126,22 +123,23 @@ class SequenceParallelGPT(MemorySavingGPT):
     of all tokens, (). Without labels (when text is generated) each rank computes whole sequences.
     """
 
+    shard: SequenceShard  # never None here
+
     def __init__(
         self, config: MiniGPTConfig, shard: SequenceShard, all_reduce: Callable[[Tensor], Tensor]
     ):
         """`all_reduce(x)` returns the sum of the `x` of all ranks."""
         super().__init__(config, shard=shard)
-        # (`self.shard` is the same object, but its type allows None.)
-        self.ranks_shard, self.all_reduce = shard, all_reduce
+        self.all_reduce = all_reduce
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, kv_cache: Any = None, start: int = 0
     ) -> Tensor:
         if labels is None:
-            self.ranks_shard.stop_sharding()
+            self.shard.stop_sharding()
             return super().forward(input_ids, None, kv_cache, start)
         # Labels are shifted before the split: a rank's last label is the next rank's first token.
-        mine, has_label = self.ranks_shard.start_sharding(input_ids.size(1)), labels != -100
+        mine, has_label = self.shard.start_sharding(input_ids.size(1)), labels != -100
         # `start` is the position of this rank's first token. (If you add rotary positions in
         # `attend`, count positions from 0: attention always computes whole sequences.)
         loss = super().forward(input_ids[:, mine], labels[:, mine], start=mine.start)
@@ -151,5 +149,5 @@ class SequenceParallelGPT(MemorySavingGPT):
         share = loss.where(n_mine > 0, 0.0) * n_mine / n_all
         # FSDP averages gradients over the ranks, but their sum is needed: multiply by the number
         # of ranks.
-        n_ranks = len(self.ranks_shard.heads)
+        n_ranks = len(self.shard.heads)
         return WithBackward.apply(share, self.all_reduce, lambda gradient: gradient * n_ranks)

@@ -214,7 +214,6 @@ def checkpointed_mlp(block: Any, chunk_sizes: ChunkSizesFn) -> Callable[[Tensor]
     Autocast's cache of weights must be off. Otherwise all chunks would share one low-precision copy
     of a weight, and autograd would sum their gradients in that precision.
     """
-
     chunk = partial(activation_checkpoint, block.feed_forward, has_dropout=False)
     return lambda x: map_chunks(chunk, x, chunk_sizes(x.size(1)) if chunk_sizes else [x.size(1)])
 
@@ -249,8 +248,7 @@ def recompute_attention(block: Any, x: Tensor, *more: Any) -> Tensor:
     if not torch.compiler.is_compiling():
         return View(block, attention=checkpointed(block.attention))(x, *more)
     # torch.compile has no early stop. If c_proj were in the checkpoint, compiled code would repeat
-    # c_proj to recompute x2.
-    # `attend` gets the deferred ln_1.
+    # c_proj to recompute x2. (`attend` gets the deferred ln_1, and runs qkv itself.)
     attend = checkpointed(lambda x, *more: block.attn.attend(block.attn.qkv(x), *more))
     attn = View(block.attn, qkv=lambda x: x, attend=attend)
     half = View(block, ln_1=defer(block.ln_1), attn=attn)

@@ -106,9 +106,8 @@ class Planner:
     _: KW_ONLY
     # Dtype of autocast; float32: no autocast. (The plan leaves out a few bytes of a GradScaler.)
     precision: torch.dtype
-    make_optimizer: Callable[
-        [MemorySavingGPT], torch.optim.Optimizer
-    ]  # makes the trainer's optimizer
+    # Makes the trainer's optimizer for a model.
+    make_optimizer: Callable[[MemorySavingGPT], torch.optim.Optimizer]
     clip_gradients: Callable[..., object] = nn.utils.clip_grad_norm_  # clips the gradients
     device_type: str = "cpu"
     accumulates_gradients: bool = False  # gradients of an earlier micro-batch exist in forward

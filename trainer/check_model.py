@@ -52,7 +52,7 @@ class EmptyOnMeta(TorchFunctionMode):
 
 
 def make_model_without_memory(
-    config: MiniGPTConfig, make: Callable[[MiniGPTConfig], MemorySavingGPT] = MemorySavingGPT
+    config: MiniGPTConfig, make: Callable[[MiniGPTConfig], MemorySavingGPT]
 ) -> MemorySavingGPT:
     """Return the model that `make` makes; its layers have their weights on device "meta".
 
