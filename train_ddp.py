@@ -49,7 +49,7 @@ from trainer.torchrun import TorchrunProcess, main_and_exit, print_error_once
 class DDPProcess(TorchrunProcess):
     """One of the processes that torchrun started. Each has one device and the whole model.
 
-    Raises UsageError if torchrun did not start this process.
+    Raises MiniGPTError if torchrun did not start this process.
     """
 
     script = "train_ddp.py"

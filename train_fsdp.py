@@ -43,11 +43,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
+from data.errors import MiniGPTError
 from model import MiniGPT
 from planner.shards import block_group_params, find_position_embeddings
 from train_minimal import train
 from trainer.device import check_gather_dtype_flag, choose_precision
-from trainer.flags import UsageError, build_parser, check_sharded
+from trainer.flags import build_parser, check_sharded
 from trainer.shutdown import run_safely
 from trainer.torchrun import TorchrunProcess, main_and_exit, print_error_once
 
@@ -55,7 +56,7 @@ from trainer.torchrun import TorchrunProcess, main_and_exit, print_error_once
 class FSDPProcess(TorchrunProcess):
     """One of N processes that torchrun started. Each has one device and 1/N of the model.
 
-    Raises UsageError if torchrun did not start this process, or if a flag cannot work with shards.
+    Raises MiniGPTError if torchrun did not start this process, or for a flag that shards forbid.
     """
 
     script = "train_fsdp.py"
@@ -67,7 +68,9 @@ class FSDPProcess(TorchrunProcess):
         check_sharded(args, self.world_size, self.script)
         check_gather_dtype_flag(args, choose_precision(args, self.device))
         if self.device.type == "cuda" and not dist.is_nccl_available():
-            raise UsageError(f"{self.script} needs NCCL on GPUs, which Windows lacks: train_ddp.py")
+            raise MiniGPTError(
+                f"{self.script} needs NCCL on GPUs, which Windows lacks: train_ddp.py"
+            )
 
     def allocate_parameters(self, model: MiniGPT) -> None:
         """Shard a model on device "meta", and allocate the memory of this rank's shards."""

@@ -214,7 +214,7 @@ def finish_step(
     """Save, evaluate and log after a step, if due. Return the log record; {} if nothing is due.
 
     `losses`, `grad_norm`: the results of `train_step`. After the last step of a run there is always
-    a record. Raises TrainingDiverged after several skipped updates in a row, and SaveError if a
+    a record. Raises MiniGPTError after several skipped updates in a row, and SaveError if a
     snapshot cannot be written.
     """
     args, process = run.args, run.process
@@ -231,7 +231,7 @@ def finish_step(
     save_now = save_is_due(run, skipped, save_requested > 0)
     if not (log_now or evaluate_now or save_now):
         return {}
-    skipped.count_skips_in_a_row()  # if it raises TrainingDiverged, nothing is logged or saved
+    skipped.count_skips_in_a_row()  # if it raises MiniGPTError, nothing is logged or saved
     record = make_step_record(run, losses, grad_norm)
     if save_now:  # before the evaluation, which may take long or fail
         with run.clock.paused("save"):

@@ -41,7 +41,7 @@ from trainer.torchrun import main_and_exit, print_error_once
 class SPProcess(FSDPProcess):
     """One of N processes that torchrun started, each with 1/N of the model and of every sequence.
 
-    Raises UsageError if torchrun did not start this process, or for a flag that cannot work here.
+    Raises MiniGPTError if torchrun did not start this process, or for a flag that cannot work here.
     """
 
     script = "train_sp.py"

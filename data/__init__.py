@@ -1,5 +1,6 @@
 """Turn text into batches of token ids. corpus.py shows the whole path of the data.
 
+errors.py          the errors that end a run or a command with one line
 files.py           find the files that --train-data and --val-data name
 documents.py       choose how to read a file, and split text files into documents
 tokenizer.py       convert text to ids and back
@@ -12,5 +13,6 @@ batches.py         cut ids into batches
 
 from .batches import TokenFile, TrainBatches, ValBatches
 from .corpus import load_dataset
+from .errors import DataError, MiniGPTError
 from .store import Dataset
-from .tokenizer import DataError, DiskFull, Tokenizer
+from .tokenizer import Tokenizer

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from .documents import suffix_of
-from .tokenizer import DataError, errors_as_data_errors
+from .errors import DataError
+from .tokenizer import errors_as_data_errors
 
 # A file of llm.c begins with a header of 256 int32: magic, version, number of tokens, padding. A
 # file of nanoGPT has no header. It contains ids of GPT-2 as uint16, and these ids are below 50257.

@@ -28,6 +28,7 @@ from .documents import (
     open_to_read,
     suffix_of,
 )
+from .errors import DataError
 from .files import CACHE_DIR, describe_paths, find_files, find_stdlib
 from .store import (
     Dataset,
@@ -39,7 +40,7 @@ from .store import (
     take_up_to,
     write_split_ids,
 )
-from .tokenizer import DataError, Tokenizer, format_ranks, load_tokenizer, parse_ranks, train_bpe
+from .tokenizer import Tokenizer, format_ranks, load_tokenizer, parse_ranks, train_bpe
 from .toy import N_TOY_SUCCESSORS, load_toy
 
 BPE_TRAINING_CHARS = 10_000_000
@@ -228,8 +229,9 @@ def load_dataset(
             even if the text on which a bpe was trained has changed. A tokenizer whose name is not
             the chosen name is ignored.
 
-    Several processes may call this function at the same time. Raises DataError, or DiskFull if the
-    disk has no room for the cache. After an error the cache has no incomplete folder.
+    Several processes may call this function at the same time. Raises DataError, with
+    exit code 3 if the disk has no room for the cache. After an error the cache has no incomplete
+    folder.
     """
     name = tokenizer_name or ("toy" if use_toy_data else "gpt2" if train_data else "bpe")
     if use_toy_data and (train_data or val_data or name != "toy"):

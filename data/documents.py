@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 from unicodedata import category
 
-from .tokenizer import DataError
+from .errors import DataError
 
 TOKEN_SUFFIXES = (".bin", ".npy")
 TEXT_SUFFIXES = tuple(

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, suffix_of
+from .errors import DataError
 from .store import Say
-from .tokenizer import DataError
 
 CACHE_DIR = Path(os.environ.get("MINIGPT_CACHE") or Path(__file__).parent / "cache").resolve()
 ANY_SUFFIX_HINT = "a file named by itself, or by a pattern, is read whatever its suffix"

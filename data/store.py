@@ -21,7 +21,8 @@ import numpy as np
 
 from .batches import TokenFile, check_length
 from .documents import open_to_read, suffix_of
-from .tokenizer import DataError, DiskFull, Tokenizer
+from .errors import DataError
+from .tokenizer import Tokenizer
 
 # Name of the file that describes a cache folder. Its hash proves that the folder is complete.
 META = "meta.json"
@@ -72,8 +73,8 @@ class Dataset:
 
 @contextmanager
 def os_errors_as_data_errors(cache_dir: Path) -> Iterator[None]:
-    """Convert an OSError to a DataError, or to DiskFull if the disk is full. If the OSError names
-    no file, it comes from a write, so the message names `cache_dir`."""
+    """Convert an OSError to a DataError, with exit code 3 if the disk is full. If the OSError
+    names no file, it comes from a write, so the message names `cache_dir`."""
     try:
         yield
     except FileExistsError:
@@ -88,8 +89,8 @@ def os_errors_as_data_errors(cache_dir: Path) -> Iterator[None]:
             else ""
         )
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        kind = DiskFull if is_full else DataError
-        raise kind(f"{name}: {error.strerror or error}{hint}") from error
+        reason = f"{name}: {error.strerror or error}{hint}"
+        raise DataError(reason, exit_code=3 if is_full else 2) from error
 
 
 def take_up_to(limit: int, pieces: Iterable[Any]) -> Iterator[Any]:

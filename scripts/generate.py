@@ -9,6 +9,8 @@ The text appears token by token. A sample ends when the model generates <|endoft
 import os
 import sys
 
+from data.errors import MiniGPTError
+
 if not __package__:  # python scripts/generate.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
@@ -23,7 +25,7 @@ from data import Tokenizer
 from model import MiniGPT
 from scripts import add_snapshot, cli_main, out_of_memory_as
 from trainer.device import GENERATION_KERNELS, choose_device
-from trainer.flags import OneLineParser, UsageError, number_in_range
+from trainer.flags import OneLineParser, number_in_range
 from trainer.pretrained import load_model_and_tokenizer
 
 SEPARATOR = "\n----------------\n"
@@ -58,12 +60,12 @@ def generate_text(
     """Yield the text to print, piece by piece: all samples, each with the prompt before it.
 
     All samples grow together, one token at a time. The first unfinished sample is printed while it
-    grows; later samples are printed after it. Raises UsageError.
+    grows; later samples are printed after it. Raises MiniGPTError.
     """
     try:
         prompt = tokenizer.encode(args.prompt).tolist()
     except ValueError as error:
-        raise UsageError(f"--prompt: {error}") from None
+        raise MiniGPTError(f"--prompt: {error}") from None
     # In training <|endoftext|> came before each document. So each sample begins with this token and
     # ends when the model generates it. (Toy data has no documents: `eot_id` is 0 there, a number
     # like any other, and ends nothing.)

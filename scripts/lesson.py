@@ -14,6 +14,8 @@ right, 3 the answer is wrong, 2 the text is not an answer.
 import os
 import sys
 
+from data.errors import MiniGPTError
+
 if not __package__:  # python scripts/lesson.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
@@ -44,7 +46,7 @@ from scripts import cli_main
 from scripts.checkpoint_from_scratch import run_step
 from scripts.kept_tensors import kept_by_one_block, table
 from scripts.style import relative_flops
-from trainer.flags import OneLineParser, UsageError, number_in_range
+from trainer.flags import OneLineParser, number_in_range
 
 PAGE = Path(__file__).parent.parent / "docs" / "lesson.md"
 NOT_YET = 3
@@ -64,17 +66,17 @@ class Exercise:
     choices: tuple[str, ...] = ()  # if not empty, the answer is one of these
 
     def read(self, text: str) -> float | str:
-        """Return the answer in `text`, which is a number or one of `choices`. Raises UsageError if
-        `text` is neither."""
+        """Return the answer in `text`, which is a number or one of `choices`. Raises MiniGPTError
+        if `text` is neither."""
         if self.choices:
             word = text.strip("'\"`.() ").lower()
             if word not in self.choices:
-                raise UsageError(f"answer one of {', '.join(self.choices)}, not {text[:40]!r}")
+                raise MiniGPTError(f"answer one of {', '.join(self.choices)}, not {text[:40]!r}")
             return word
         number = re.fullmatch(rf"(?i)([-+]?\d*\.?\d+)\.?\s*(?:{self.unit}|x|times)?", text.strip())
         if not number:
             wanted = f"a number, as 12.3 {self.unit}".strip()
-            raise UsageError(f"the answer must be {wanted}, not {text[:40]!r}")
+            raise MiniGPTError(f"the answer must be {wanted}, not {text[:40]!r}")
         return float(number[1])
 
     def is_near(self, given: float | str, answer: float | str) -> bool:
@@ -511,7 +513,7 @@ def sections() -> dict[int, str]:
 
 def check(n: int, text: str) -> int:
     """Print the comment on the answer `text` to exercise `n`. Return the exit code. Raises
-    UsageError if `text` is not an answer."""
+    MiniGPTError if `text` is not an answer."""
     exercise = EXERCISES[n]
     given, (answer, _) = exercise.read(text), MEASURES[n]()
     if exercise.is_near(given, answer):
@@ -537,7 +539,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     n, code = args.exercise, 0
     if n is None and args.measure:
-        raise UsageError("--measure needs the number of an exercise")
+        raise MiniGPTError("--measure needs the number of an exercise")
     if n is None and not args.solution:
         titles = (section.partition("\n")[0] for section in sections().values())
         print(*titles, "", "python -m scripts.lesson N [ANSWER]", sep="\n")

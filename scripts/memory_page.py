@@ -69,7 +69,7 @@ WORDS = {
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the flags. Raises UsageError."""
+    """Parse the flags. Raises MiniGPTError."""
     parser = step_parser("memory_page", "Write a page to explore the memory of a training step.")
     parser.add_argument_group("page").add_argument(
         "--out", type=output_file, default=Path("out/memory_page.html"), metavar="FILE",
@@ -203,7 +203,7 @@ def policies(request: PlanRequest) -> tuple[dict[str, dict[str, Any]], str]:
 
 
 def page_data(args: argparse.Namespace) -> dict[str, Any]:
-    """Return all numbers of the page, in the form that scripts/page/ reads. Raises UsageError or
+    """Return all numbers of the page, in the form that scripts/page/ reads. Raises MiniGPTError or
     DataError."""
     request, labels = make_request(args), Labels()
     budget, card, n = request.memory_budget, request.card, args.grad_accum_steps

@@ -14,6 +14,8 @@ The command needs matplotlib: pip install matplotlib
 import os
 import sys
 
+from data.errors import MiniGPTError
+
 if not __package__:  # python scripts/memory_timeline.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
@@ -43,7 +45,7 @@ from scripts.style import (
     step_parser,
 )
 from trainer import flags
-from trainer.flags import UsageError, check_policy_string, output_file
+from trainer.flags import check_policy_string, output_file
 from trainer.metrics import format_bytes
 from trainer.plan import PlanRequest, make_request
 from trainer.pretrained import open_init_from
@@ -59,7 +61,7 @@ TITLES = {  # policy -> short description for a title
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the flags. Raises UsageError."""
+    """Parse the flags. Raises MiniGPTError."""
     parser = step_parser("memory_timeline", "Draw the memory of a step with each of --policies.")
     add = parser.add_argument_group("picture").add_argument
     # fmt: off
@@ -80,14 +82,14 @@ def policy_or_plain(text: str) -> str:
 
 def record_all(args: argparse.Namespace) -> tuple[PlanRequest, dict[str, StepRecord]]:
     """Return the plan request, and the record of a simulated step with each policy. Raises
-    UsageError or DataError."""
+    MiniGPTError or DataError."""
     request = make_request(args)
     each = tqdm(dict.fromkeys(args.policies), unit="policy", disable=None, leave=False)
     record = partial(request.planner.record, args.batch_size)
     try:
         return request, {name: record(**POLICIES.get(name, {"recompute": name})) for name in each}
     except ValueError as error:  # the policy names more blocks than the model has
-        raise UsageError(f"--policies: {error}") from None
+        raise MiniGPTError(f"--policies: {error}") from None
 
 
 def title(name: str, step: StepMemory, compiled: bool) -> str:

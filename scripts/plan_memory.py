@@ -18,6 +18,8 @@ budget is below 4 GiB, the margin is a quarter of the budget.
 import os
 import sys
 
+from data.errors import MiniGPTError
+
 if not __package__:  # python scripts/plan_memory.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
@@ -56,7 +58,7 @@ from scripts.plan_table import (
 )
 from scripts.style import about, write_json
 from trainer import flags
-from trainer.flags import UsageError, as_argv, tokens_per_step
+from trainer.flags import as_argv, tokens_per_step
 from trainer.metrics import format_bytes
 from trainer.optimizer import optimizer_name
 from trainer.plan import PlanRequest, make_request
@@ -70,7 +72,7 @@ DEEPER = 2  # largest number of policies that the line of `deeper_words` names
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the trainers' flags and those of the plan. Raises UsageError or DataError.
+    """Parse the trainers' flags and those of the plan. Raises MiniGPTError or DataError.
 
     The table compares all policies, so it ignores the policy that the user types. With --at-peak,
     `args.typed_policy` is the typed policy, or None if the user typed `auto` or no policy.
@@ -119,33 +121,35 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise UsageError if flags contradict each other."""
+    """Raise MiniGPTError if flags contradict each other."""
     if args.all_knobs and args.card is None:
-        raise UsageError(f"--all-knobs compares times: name a --card, or --card {THIS_MACHINE}")
+        raise MiniGPTError(f"--all-knobs compares times: name a --card, or --card {THIS_MACHINE}")
     if args.link and (args.card is None or args.nproc_per_node is None):
-        raise UsageError("--link is for the time of several cards: add --card, --nproc-per-node")
+        raise MiniGPTError("--link is for the time of several cards: add --card, --nproc-per-node")
     if args.all_knobs and args.longest_sequence:
-        raise UsageError("--all-knobs and --longest-sequence: ask one after the other")
+        raise MiniGPTError("--all-knobs and --longest-sequence: ask one after the other")
     if args.fsdp and args.sp:
-        raise UsageError("--fsdp and --sp: leave --fsdp out; train_sp.py deals the model out, too")
+        raise MiniGPTError(
+            "--fsdp and --sp: leave --fsdp out; train_sp.py deals the model out, too"
+        )
     if not (args.fsdp or args.sp):
         return
     sharded = "--sp" if args.sp else "--fsdp"
     if args.nproc_per_node is None:
-        raise UsageError(f"{sharded}: over how many processes? --nproc-per-node tells")
+        raise MiniGPTError(f"{sharded}: over how many processes? --nproc-per-node tells")
     trainer = "train_sp.py" if args.sp else "train_fsdp.py"
     flags.check_sharded(args, args.nproc_per_node, trainer)
 
 
 def parse_request(argv: list[str]) -> tuple[PlanRequest, float]:
-    """Return the request, and the seconds that measuring this machine took. Raises UsageError or
+    """Return the request, and the seconds that measuring this machine took. Raises MiniGPTError or
     DataError."""
     args, start = parse(argv), time.perf_counter()
     request = make_request(args, args.nproc_per_node, args.fsdp or args.sp, args.sp)
     if request.card and request.processes > 1 and request.device.type == "cuda":
         request = replace(request, link=args.link or default_link(request.card))
     if args.longest_sequence and request.memory_budget.limit_bytes is None:
-        raise UsageError("--longest-sequence: within what? --card or --memory-budget tells")
+        raise MiniGPTError("--longest-sequence: within what? --card or --memory-budget tells")
     return request, time.perf_counter() - start
 
 
@@ -278,7 +282,7 @@ def whole_run(request: PlanRequest, taken: Candidate | None) -> tuple[dict[str, 
 
 
 def plan(request: PlanRequest, bar: tqdm) -> dict[str, Any]:
-    """Print the plan; return the content of the JSON file. Raises UsageError or DataError."""
+    """Print the plan; return the content of the JSON file. Raises MiniGPTError or DataError."""
     args, settings, table, record = request.args, list[Candidate](), list[Candidate](), None
     if (
         request.memory_budget.limit_bytes is None

@@ -13,6 +13,8 @@ needs matplotlib: pip install matplotlib
 import os
 import sys
 
+from data.errors import MiniGPTError
+
 if not __package__:  # python scripts/plot_metrics.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
@@ -27,7 +29,7 @@ import numpy as np
 
 from scripts import cli_main
 from scripts.style import WIDTH, load_pyplot, save_picture
-from trainer.flags import OneLineParser, UsageError, number_in_range, output_file
+from trainer.flags import OneLineParser, number_in_range, output_file
 from trainer.metrics import format_bytes, read_metrics
 
 Records = list[dict[str, Any]]
@@ -44,12 +46,12 @@ PANELS = {  # title -> keys of the records for training and for validation
 
 
 def load(paths: list[Path]) -> Runs:
-    """Read the records of each run. Raises UsageError for a file that holds no records."""
+    """Read the records of each run. Raises MiniGPTError for a file that holds no records."""
     runs: Runs = {}
     for path in paths:
         records = [r for r in read_metrics(path) if isinstance(r.get("step"), int)]
         if not records:
-            raise UsageError(f"{path} has no line with a step in it: is it a metrics.jsonl?")
+            raise MiniGPTError(f"{path} has no line with a step in it: is it a metrics.jsonl?")
         name = path.name.removesuffix(".jsonl").removesuffix(".metrics")
         runs[name if name not in runs else str(path)] = records
     return runs
@@ -118,7 +120,7 @@ def draw_run(
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the flags. Raises UsageError."""
+    """Parse the flags. Raises MiniGPTError."""
     parser = OneLineParser(prog="python -m scripts.plot_metrics", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
+from data.errors import MiniGPTError
 from model import MiniGPTConfig
 from planner.choose import UNIFORM_POLICIES
 from planner.formulas import flops_per_token
-from trainer.flags import UsageError, build_parser
+from trainer.flags import build_parser
 from trainer.plan import PlanRequest
 
 # Name of a policy in pictures and on memory_page's page -> arguments of `Planner.step`.
@@ -91,12 +92,12 @@ def relative_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) 
 
 
 def load_pyplot(program: str) -> Any:
-    """Return matplotlib.pyplot in this project's style, for drawing into files. Raises UsageError
+    """Return matplotlib.pyplot in this project's style, for drawing into files. Raises MiniGPTError
     if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
-        raise UsageError(f"{program} needs matplotlib: pip install matplotlib") from None
+        raise MiniGPTError(f"{program} needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -110,13 +111,13 @@ def load_pyplot(program: str) -> Any:
 
 def save_picture(figure: Any, file: Path, about: Mapping[str, str] | None = None) -> None:
     """Write the picture. A PNG file has `about` in its metadata, but not matplotlib's version, so
-    that equal numbers give equal files. Raises a UsageError that names --out."""
+    that equal numbers give equal files. Raises a MiniGPTError that names --out."""
     metadata = {"Software": None, **(about or {})} if file.suffix == ".png" else None
     try:
         file.parent.mkdir(exist_ok=True)  # (the default folder, out/, may be missing)
         figure.savefig(file, metadata=metadata)
     except (OSError, ValueError) as error:  # ValueError: the suffix is no picture format
-        raise UsageError(f"--out {file}: {error}") from None
+        raise MiniGPTError(f"--out {file}: {error}") from None
 
 
 # ---- Metadata of results

@@ -23,11 +23,11 @@ from harness.runs import (
 from test_recompute import step
 
 import train_minimal
+from data.errors import MiniGPTError
 from memory import POLICY_NAMES
 from model import MiniGPT, MiniGPTConfig
 from scripts import evaluate, export_hf, generate, plan_memory
 from trainer.check_model import check_model
-from trainer.flags import UsageError
 from trainer.plan import make_request, predict_and_describe_peaks
 from trainer.process import OneProcess
 
@@ -87,7 +87,7 @@ def compare(everything_travels, change, monkeypatch):
             model = make(name, replace(none, **way))
             try:
                 check_model(model, ONE, PRECISIONS[precision])
-            except UsageError as error:
+            except MiniGPTError as error:
                 assert len(str(error).splitlines()) == 1
                 refused.add(way["recompute"] + ":chunks" * ("mlp_chunks" in way))
                 continue

@@ -10,13 +10,13 @@ from harness.answers import parse, room_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.errors import MiniGPTError
 from planner import CARDS
 from planner.cards import choose_card
 from trainer.flags import model_config, with_flags
 from trainer.plan import (
     POLICY_FLAG,
     PlanRequest,
-    PredictedOutOfMemory,
     describe_suggested_change,
     plan_memory,
 )
@@ -138,7 +138,7 @@ def test_all_processes_count(machine, processes, total, free, says):
     peaks = processes * peak()
     machine(peaks + total, peaks + free)
     if says:
-        with pytest.raises(PredictedOutOfMemory, match=says):
+        with pytest.raises(MiniGPTError, match=says):
             words(processes=processes)
     else:
         assert "\n" not in words(processes=processes)  # no warning
@@ -153,7 +153,7 @@ def test_too_little_is_one_line_with_the_knob(machine):
     assert line.endswith(fits)
     machine(peak() - 1, peak() - 1)
     says = "^out of memory before the first step: .* the machine has .* recompute none"
-    with pytest.raises(PredictedOutOfMemory, match=says) as stop:
+    with pytest.raises(MiniGPTError, match=says) as stop:
         words()
     assert str(stop.value).endswith(fits)
 

@@ -10,11 +10,12 @@ import torch
 from harness.answers import parse
 from harness.calculator import evaluate
 
+from data.errors import MiniGPTError
 from planner import CARDS, Planner
 from planner.choose import uniform_policies
 from scripts import memory_page, plan_memory
 from trainer.device import MemoryBudget
-from trainer.flags import UsageError, model_config, to_argv, with_flags
+from trainer.flags import model_config, to_argv, with_flags
 from trainer.plan import PlanRequest
 from trainer.plan import plan_memory as plan_run
 from trainer.process import OneProcess
@@ -63,7 +64,7 @@ def of_auto(flags: str, monkeypatch) -> str | None:
     process = OneProcess(torch.device("cuda"))
     try:
         config, words, *_ = plan_run(args, process, model_config(args, 4096), torch.bfloat16)
-    except UsageError:
+    except MiniGPTError:
         return None
     assert words.startswith(f"auto takes {config.recompute}: ")
     return config.recompute

@@ -31,9 +31,9 @@ from harness.shortage import (
 from torch.utils._pytree import tree_leaves
 
 import train_minimal
+from data.errors import MiniGPTError
 from planner import Planner
 from trainer import setup
-from trainer.flags import UsageError
 from trainer.plan import make_request
 
 slow = pytest.mark.slow
@@ -235,7 +235,7 @@ def test_of_a_changed_model_only_what_is_exact_is_taken(path, capsys, monkeypatc
     def compare(model, *how: object) -> None:
         looked_at.append(model.config.recompute)
         if model.config.recompute not in ("none", "attn"):
-            raise UsageError("its result differs")
+            raise MiniGPTError("its result differs")
         exact(model, *how)
 
     monkeypatch.setattr(setup, "check_model", compare)

@@ -22,12 +22,13 @@ from harness import runs
 from harness.faults import WHOLE_RUNS, broken_together, history
 from harness.runs import TINY, errors, metrics, parse, same, snapshot, start_together, torchrun
 
+from data.errors import MiniGPTError
 from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
 from train_sp import SPProcess
 from trainer import bootstrap
 from trainer.device import MemoryBudget
-from trainer.flags import UsageError, model_config
+from trainer.flags import model_config
 from trainer.plan import plan_memory
 from trainer.process import OneProcess
 from trainer.setup import (
@@ -277,7 +278,7 @@ def test_gpus_meet_by_nccl_where_there_is_one(monkeypatch):
         process.device = device
         assert process.new_nccl_group() is None
     assert asked == [{"backend": "nccl", "timeout": process.timeout, "device_id": GPU}]
-    with pytest.raises(UsageError, match="needs NCCL on GPUs.*: train_ddp.py"):
+    with pytest.raises(MiniGPTError, match="needs NCCL on GPUs.*: train_ddp.py"):
         FSDPProcess(parse())
 
 
@@ -385,7 +386,7 @@ SAME = "start all with the same flags"
 def test_what_differs_is_named(of_each, says):
     if says is None:
         return check_same_on_all_ranks(of_each)
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(MiniGPTError) as error:
         check_same_on_all_ranks(of_each)
     assert str(error.value).startswith(says)
 

@@ -28,10 +28,11 @@ from hypothesis import strategies as st
 
 import train_minimal
 from data import Tokenizer, load_dataset
+from data.errors import MiniGPTError
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from scripts import evaluate, export_hf, generate
-from trainer.flags import UsageError, build_parser
+from trainer.flags import build_parser
 from trainer.pretrained import (
     TRANSFORMERS_TO_MINIGPT,
     load_model_and_tokenizer,
@@ -244,7 +245,7 @@ def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     tensors["ln_f.bias"][3] += 1e-6
     paths = (folder, folder, write_folder(tmp_path / "other", tensors))
     common = (run.args, run.process, run.precision)
-    with pytest.raises(UsageError, match="--init-from: rank 0 has .*, rank 2 has .*same w"):
+    with pytest.raises(MiniGPTError, match="--init-from: rank 0 has .*, rank 2 has .*same w"):
         check_same_on_all_ranks(
             [consistency_facts(*common, open_pretrained(path)) for path in paths]
         )

@@ -23,11 +23,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from data.errors import MiniGPTError
 from memory import MemorySavingGPT, policies
 from memory.sequence import SequenceShard
 from model import DRAWN_LAYERS, MiniGPT, MiniGPTConfig
 
-from .flags import UsageError
 from .process import OneProcess
 
 CPU, FLOAT32 = torch.device("cpu"), torch.float32
@@ -56,7 +56,7 @@ def make_model_without_memory(
 ) -> MemorySavingGPT:
     """Return the model that `make` makes; its layers have their weights on device "meta".
 
-    Raises UsageError if values of another tensor would be lost when the model gets its memory.
+    Raises MiniGPTError if values of another tensor would be lost when the model gets its memory.
     """
     with EmptyOnMeta():
         model = make(config)
@@ -64,15 +64,15 @@ def make_model_without_memory(
     for module in model.modules():
         tensors = {name: value for name, value in vars(module).items() if torch.is_tensor(value)}
         for name in (*dict(module.named_buffers(recurse=False)), *tensors):
-            raise UsageError(
+            raise MiniGPTError(
                 "model.py: a model gets its memory after it is made, so the numbers in the tensor "
                 f"{name} would be lost: compute them in forward"
             )
         for name, weight in module.named_parameters(recurse=False):
             if weight in seen:
-                raise UsageError(f"model.py: {name} is in two modules: share one module instead")
+                raise MiniGPTError(f"model.py: {name} is in two modules: share one module instead")
             if weight.is_meta != isinstance(module, DRAWN_LAYERS):
-                raise UsageError(
+                raise MiniGPTError(
                     f"model.py: the first values of {name} would be lost: make it with torch.ones, "
                     f"torch.zeros or torch.randn, outside of {type(module).__name__}"
                 )
@@ -91,7 +91,7 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
     The small model has all layers and heads, but few channels, tokens and words. `precision`: dtype
     of autocast; float32: no autocast. `model` may be on device "meta", and does not change.
 
-    Raises UsageError, which names the difference and a remedy.
+    Raises MiniGPTError, which names the difference and a remedy.
     """
     on_gpu, state = process.device.type == "cuda", random.getstate()
     # On a GPU the fused attention kernels add in an order that varies from run to run.
@@ -108,7 +108,7 @@ def compare_steps(model: MiniGPT, process: OneProcess, precision: torch.dtype) -
     config, alone = small_config_and_step(model.config)
     close, saving = close_to(alone), partial(small_step, MemorySavingGPT)
     if wrong := first_difference(alone, partial(saving, replace(config, recompute="none")), close):
-        raise UsageError(
+        raise MiniGPTError(
             f"model.py: MemorySavingGPT computes other results than MiniGPT ({wrong}): for a new "
             "head_loss use --loss-chunks 1; move a change of embed to MiniGPT.forward"
         )
@@ -118,7 +118,7 @@ def compare_steps(model: MiniGPT, process: OneProcess, precision: torch.dtype) -
     if config.mlp_chunks != 1 and (
         wrong := first_difference(alone, partial(saving, config), close)
     ):
-        raise UsageError(
+        raise MiniGPTError(
             f"--mlp-chunks: the MLP half of model.py looks at other tokens ({wrong}): use "
             "--mlp-chunks 1"
         )
@@ -127,7 +127,7 @@ def compare_steps(model: MiniGPT, process: OneProcess, precision: torch.dtype) -
     step = partial(saving, device=process.device, precision=precision)
     policy = replace(plain, recompute=config.recompute)
     if wrong := first_difference(step(plain), partial(step, policy), torch.equal):
-        raise UsageError(
+        raise MiniGPTError(
             f"--use-activation-checkpoint {config.recompute}: model.py computes other results with "
             f"this policy than without ({wrong}); see docs/change.md, or use the policy none"
         )
@@ -136,7 +136,7 @@ def compare_steps(model: MiniGPT, process: OneProcess, precision: torch.dtype) -
 def check_for_several_processes(
     model: MiniGPT, process: OneProcess, plain: MiniGPTConfig, alone: TensorByName
 ) -> None:
-    """Raise UsageError if model.py does not work with the processes of DDP, FSDP or train_sp.py.
+    """Raise MiniGPTError if model.py does not work with the processes of DDP, FSDP or train_sp.py.
 
     `plain`: config of the small model. `alone`: its step without techniques, in one process.
     """
@@ -166,14 +166,14 @@ def check_for_several_processes(
         ),
     ):
         if wrong:
-            raise UsageError(f"model.py: {message}")
+            raise MiniGPTError(f"model.py: {message}")
     if process.sp_degree == 1:
         return
     ours = replace(plain, dropout=0.0)
     small, ids, labels = small_model_and_batch(MiniGPT, ours)
     expected = losses_and_gradients(small, ids, labels, small)
     if wrong := first_difference(expected, partial(shared_step, ours), close_to(expected)):
-        raise UsageError(
+        raise MiniGPTError(
             f"model.py computes other results if processes share each sequence ({wrong}): mix "
             "tokens only in Attention.attend, which gets some of the heads; or use train_fsdp.py"
         )
@@ -258,7 +258,7 @@ def small_step(
     random.seed(0)
     results = losses_and_gradients(model, ids, labels, model, precision)
     if numbers_of_modules(model) != before:
-        raise UsageError(
+        raise MiniGPTError(
             "model.py: forward counts in an attribute, which no snapshot has: a resumed run, or "
             "more processes, would train another model"
         )

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend
 
+from data.errors import MiniGPTError
 from memory import MemorySavingGPT
 from model import MiniGPT
 
 from .bootstrap import read_control_groups, read_or_empty
-from .flags import UsageError
 from .metrics import format_bytes
 
 GIB = 2**30
@@ -41,11 +41,13 @@ def is_available(kind: str) -> bool:
 
 def choose_device(name: str) -> torch.device:
     """Return the device that --device `name` means; for "auto": cuda, else mps, else cpu. Raises
-    UsageError if the machine has no such device."""
+    MiniGPTError if the machine has no such device."""
     if name == "auto":
         name = next(kind for kind in ("cuda", "mps", "cpu") if is_available(kind))
     if not is_available(name):
-        raise UsageError(f"--device {name}: torch {torch.__version__} finds none; try --device cpu")
+        raise MiniGPTError(
+            f"--device {name}: torch {torch.__version__} finds none; try --device cpu"
+        )
     return torch.device(name)
 
 
@@ -59,7 +61,7 @@ def choose_precision(
     no loss scaling. But a chip without bfloat16 has to emulate it, which is slower than float32: on
     some CPUs a hundred times slower.
 
-    `native`: whether the GPU supports bfloat16 in hardware; None: ask the GPU. Raises UsageError
+    `native`: whether the GPU supports bfloat16 in hardware; None: ask the GPU. Raises MiniGPTError
     for float16 on mps.
     """
     if args.no_amp:
@@ -68,7 +70,7 @@ def choose_precision(
         return torch.bfloat16
     if args.amp_dtype == "float16":
         if device.type == "mps":
-            raise UsageError("--amp-dtype float16 needs a GradScaler, which mps lacks: --no-amp")
+            raise MiniGPTError("--amp-dtype float16 needs a GradScaler, which mps lacks: --no-amp")
         return torch.float16
     if device.type == "cuda":
         if native is None:
@@ -80,16 +82,16 @@ def choose_precision(
 
 
 def check_gather_dtype_flag(args: argparse.Namespace, precision: torch.dtype) -> None:
-    """Raise UsageError if --gather-dtype bfloat16 cannot be used, for one of two reasons: the
+    """Raise MiniGPTError if --gather-dtype bfloat16 cannot be used, for one of two reasons: the
     blocks compute in another precision, or the gradients of MLP chunks would be added up in
     bfloat16."""
     if args.gather_dtype == "bfloat16" and precision != torch.bfloat16:
-        raise UsageError(
+        raise MiniGPTError(
             f"--gather-dtype bfloat16: blocks compute in {precision} here; --amp-dtype bfloat16 "
             "goes with it, or --gather-dtype float32"
         )
     if args.gather_dtype == "bfloat16" and args.mlp_chunks != 1:
-        raise UsageError(
+        raise MiniGPTError(
             f"--mlp-chunks {args.mlp_chunks}: --gather-dtype bfloat16 would add the chunks' "
             "gradients up in bfloat16; --gather-dtype float32 or --mlp-chunks 1"
         )
@@ -150,23 +152,23 @@ def compile_blocks(model: MemorySavingGPT) -> None:
 
 def import_compiler() -> None:
     """Import torch's compiler, which torch imports at some later place in every run. There an error
-    would be hard to understand. Raises UsageError if its cache folder cannot be made."""
+    would be hard to understand. Raises MiniGPTError if its cache folder cannot be made."""
     try:
         import torch._dynamo  # noqa: F401
     except OSError as error:
-        raise UsageError(
+        raise MiniGPTError(
             f"TORCHINDUCTOR_CACHE_DIR: torch's compiler cannot make its cache: {error}; name "
             "a folder that can be written"
         ) from None
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile a small function. Raises UsageError if torch.compile does not work on this machine:
+    """Compile a small function. Raises MiniGPTError if torch.compile does not work on this machine:
     it needs a C++ compiler or Triton, and a folder for its results."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
     except (RuntimeError, OSError) as error:
-        raise UsageError(
+        raise MiniGPTError(
             f"--compile: torch.compile fails here: {str(error).splitlines()[0]}; it needs a C++ "
             "compiler (on a GPU: Triton) and a cache folder (TORCHINDUCTOR_CACHE_DIR) whose path "
             "has no blank; or: --no-compile"

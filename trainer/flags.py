@@ -18,15 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from data.errors import MiniGPTError
 from memory import POLICY_NAMES, RecomputePlan, format_recompute_plan, parse_recompute_plan
 from model import MiniGPTConfig
 from planner.cards import canonical_card_name
-
-
-class UsageError(ValueError):
-    """Error for a flag that is impossible on this machine, or for flags that are impossible
-    together. The message is one line, and names a flag and a remedy."""
-
 
 # Value of --model -> shape of the model (Radford et al., 2019, table 2; each head has 64 channels).
 # --model also sets --seq-len and --max-position-embeddings to 1,024, and the tokenizer to GPT-2's.
@@ -210,11 +205,11 @@ def auto_as_full(policy: str) -> str:
 
 def recompute_plan_of(args: argparse.Namespace) -> RecomputePlan:
     """Return the recompute policy of each block according to the flags; `auto` counts as `full`.
-    Raises UsageError if the policy string is invalid for --n-layers."""
+    Raises MiniGPTError if the policy string is invalid for --n-layers."""
     try:
         return parse_recompute_plan(auto_as_full(args.use_activation_checkpoint), args.n_layers)
     except ValueError as error:
-        raise UsageError(replace_fields_by_flags(str(error))) from None
+        raise MiniGPTError(replace_fields_by_flags(str(error))) from None
 
 
 def replace_fields_by_flags(message: str) -> str:
@@ -461,10 +456,10 @@ def tokens_per_step(args: argparse.Namespace, replicas: int) -> int:
 
 def resolve_defaults(args: argparse.Namespace, replicas: int = 1) -> argparse.Namespace:
     """Set the defaults that depend on other flags, in `args` itself, and return `args`. Raises
-    UsageError if flags contradict each other."""
+    MiniGPTError if flags contradict each other."""
     lengths = [flag(name) for name in RUN_LENGTH_FLAGS if name in args.typed]
     if len(lengths) > 1:
-        raise UsageError(f"{' and '.join(lengths)}: each says how long the run is; give only one")
+        raise MiniGPTError(f"{' and '.join(lengths)}: each says how long the run is; give only one")
     lr_factor = 1.0 if args.init_from is None else 0.1  # a high rate would destroy trained weights
     defaults = {
         "data_seed": args.seed,
@@ -479,11 +474,11 @@ def resolve_defaults(args: argparse.Namespace, replicas: int = 1) -> argparse.Na
     if args.min_lr is None:
         args.min_lr = args.lr / 10
     if args.min_lr > args.lr:
-        raise UsageError(f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}")
+        raise MiniGPTError(f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}")
     if args.no_amp and args.amp_dtype != "auto":
-        raise UsageError(f"--amp-dtype {args.amp_dtype} and --no-amp contradict each other")
+        raise MiniGPTError(f"--amp-dtype {args.amp_dtype} and --no-amp contradict each other")
     if args.mlp_chunks != 1 and args.compile:
-        raise UsageError(
+        raise MiniGPTError(
             f"--mlp-chunks {args.mlp_chunks}: compiled blocks are not cut; --no-compile or "
             "--mlp-chunks 1"
         )
@@ -492,32 +487,32 @@ def resolve_defaults(args: argparse.Namespace, replicas: int = 1) -> argparse.Na
 
 
 def check_sharded(args: argparse.Namespace, processes: int, trainer: str) -> None:
-    """Raise UsageError for flags that a sharded model does not support. `trainer`: name of the
+    """Raise MiniGPTError for flags that a sharded model does not support. `trainer`: name of the
     trainer, for the error message."""
     plan = recompute_plan_of(args)
     if plan.group_size > 1 and not plan.nested and processes > 1:  # (one process has no shards)
-        raise UsageError(
+        raise MiniGPTError(
             f"--use-activation-checkpoint {args.use_activation_checkpoint}: {trainer} gathers "
             f"block by block; {format_recompute_plan(plan._replace(nested=True))} fits"
         )
     if args.compress_gradients:
-        raise UsageError("--compress-gradients: train_ddp.py can; --no-compress-gradients fits")
+        raise MiniGPTError("--compress-gradients: train_ddp.py can; --no-compress-gradients fits")
 
 
 def check_sequence_parallel(args: argparse.Namespace, processes: int) -> None:
-    """Raise UsageError if train_sp.py cannot share each sequence among `processes` processes: each
-    process needs at least one head and one token, and --compile is not supported."""
+    """Raise MiniGPTError if train_sp.py cannot share each sequence among `processes` processes:
+    each needs at least one head and one token, and --compile is not supported."""
     if processes == 1:
         return
     for name in ("n_heads", "seq_len"):
         value = getattr(args, name)
         if value < processes:
-            raise UsageError(
+            raise MiniGPTError(
                 f"{flag(name)} {value}: each of {processes} processes of train_sp.py needs one at "
                 f"least: --nproc-per-node={value}, or train_fsdp.py"
             )
     if args.compile:
-        raise UsageError("--compile: train_fsdp.py can; train_sp.py has not been tried with it")
+        raise MiniGPTError("--compile: train_fsdp.py can; train_sp.py has not been tried with it")
 
 
 def set_num_steps(args: argparse.Namespace, replicas: int, windows: int | None = None) -> None:
@@ -542,9 +537,9 @@ def set_num_steps(args: argparse.Namespace, replicas: int, windows: int | None =
 
 def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
     """Return the config of the model that the flags describe; the policy `auto` counts as `full`.
-    Raises UsageError if such a model is impossible."""
+    Raises MiniGPTError if such a model is impossible."""
     if args.seq_len > args.max_position_embeddings:
-        raise UsageError(
+        raise MiniGPTError(
             f"--seq-len {args.seq_len} is above --max-position-embeddings "
             f"{args.max_position_embeddings}: raise the latter, or leave it out"
         )
@@ -555,4 +550,4 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> MiniGPTConfig:
     try:
         return MiniGPTConfig(**{field.name: values[field.name] for field in fields(MiniGPTConfig)})
     except ValueError as error:
-        raise UsageError(replace_fields_by_flags(str(error))) from None
+        raise MiniGPTError(replace_fields_by_flags(str(error))) from None

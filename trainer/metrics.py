@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from .flags import UsageError
+from data.errors import MiniGPTError
+
 from .snapshot import SaveError, State, describe_save_error, sibling_path, writing_atomically
 
 
@@ -95,7 +96,8 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
             with path.open("a", encoding="utf-8") as file:
                 file.write(line)
         except OSError as error:
-            raise SaveError(describe_save_error(path, error, len(line))) from None
+            reason = describe_save_error(path, error, len(line))
+            raise SaveError(reason, exit_code=3) from None
 
     return write
 
@@ -127,13 +129,13 @@ LogNumbers = Callable[[dict[str, float], int], object]
 
 
 def check_logger(name: str) -> None:
-    """Raise UsageError if the module that --log-to `name` needs cannot be imported."""
+    """Raise MiniGPTError if the module that --log-to `name` needs cannot be imported."""
     if name not in LOGGER_MODULES:
         return
     try:
         import_module(LOGGER_MODULES[name])
     except Exception as error:  # a broken installation may raise any error
-        raise UsageError(
+        raise MiniGPTError(
             f"--log-to {name}: import {LOGGER_MODULES[name]} failed "
             f"({type(error).__name__}: {error}); pip install {name}, or --log-to none"
         ) from None

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from data.errors import MiniGPTError
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from planner import Card, Planner, StepMemory
@@ -46,7 +47,6 @@ from .device import (
 from .flags import (
     AUTO,
     SHAPE_BY_MODEL,
-    UsageError,
     model_config,
     recompute_plan_of,
     to_argv,
@@ -203,7 +203,7 @@ def make_planner(
         sp_degree: number of processes that share each sequence (train_sp.py).
         card: the card of the run; None: unknown.
     Raises:
-        UsageError: `check_gather_dtype_flag` refuses the flags.
+        MiniGPTError: `check_gather_dtype_flag` refuses the flags.
     """
     if shard_degree > 1:
         check_gather_dtype_flag(args, precision)
@@ -493,7 +493,7 @@ def make_request(
         sharded: the processes run train_fsdp.py.
         sequence_parallel: the processes run train_sp.py; `sharded` must be True, too.
     Raises:
-        UsageError: the flags contradict each other, or do not suit this machine.
+        MiniGPTError: the flags contradict each other, or do not suit this machine.
         DataError: the tokenizer cannot be loaded.
     """
     n, kind, budget = processes or 1, args.device, args.memory_budget
@@ -502,7 +502,7 @@ def make_request(
         named_card = CARDS[args.card]
         kind, budget = named_card.device_type, budget or named_card.memory
         if args.device not in ("auto", kind):
-            raise UsageError(f"--device {args.device}: {args.card} is {kind}; leave --device out")
+            raise MiniGPTError(f"--device {args.device}: {args.card} is {kind}; leave --device out")
         # False for GPUs before Ampere, which multiply float16 faster than bfloat16.
         native = named_card.flops[1] >= named_card.flops[2]
     elif not is_available(kind) and args.card is None:
@@ -515,7 +515,7 @@ def make_request(
     precision = choose_precision(args, device, native)
     if args.card == THIS_MACHINE:
         if device.type == "cpu" and n > 1:
-            raise UsageError(
+            raise MiniGPTError(
                 f"--card {THIS_MACHINE} measures one process, and {n} would share the CPU: leave "
                 "out --nproc-per-node"
             )
@@ -561,14 +561,6 @@ class MemoryPlan(NamedTuple):
     policies: Iterable[PolicyPeak]
 
 
-class PredictedOutOfMemory(MemoryError):
-    """Error for a step that is predicted to take more memory than the device has in total.
-
-    The message is one line and names a change that would fit. The error is raised before memory
-    runs out, because the system ends a process without a message when a CPU's memory runs out.
-    """
-
-
 def plan_memory(
     args: argparse.Namespace,
     process: OneProcess,
@@ -581,8 +573,8 @@ def plan_memory(
         config: the config of the model. With --use-activation-checkpoint auto its policy is `full`.
         precision: the dtype of the model's matmuls.
     Raises:
-        UsageError: with `auto`, if no policy fits.
-        PredictedOutOfMemory: the step needs more than the device has in total.
+        MiniGPTError: with `auto`, if no policy fits.
+        MiniGPTError: the step needs more than the device has in total.
     """
     # All processes rank policies by the card of rank 0. If all processes must have the same policy,
     # the plan is for the smallest of their budgets.
@@ -692,11 +684,11 @@ def policies_to_try(
 def choose_fitting_step(request: PlanRequest) -> StepMemory:
     """Return a step with the policy that `auto` chooses.
 
-    Raises UsageError if no policy fits, or if the free memory is unknown. If no policy fits, the
+    Raises MiniGPTError if no policy fits, or if the free memory is unknown. If no policy fits, the
     message names a change that would fit.
     """
     if request.memory_budget.limit_bytes is None:
-        raise UsageError("--memory-budget: this system does not report its free memory")
+        raise MiniGPTError("--memory-budget: this system does not report its free memory")
     budget, smallest = request.memory_budget, f"above {format_bytes(request.state_bytes)}"
     if request.state_bytes < request.usable_bytes:
         step = request.step_with_best_policy()
@@ -704,7 +696,7 @@ def choose_fitting_step(request: PlanRequest) -> StepMemory:
             return step
         smallest = f"{format_bytes(step.peak)} ({step.config.recompute})"
     typed = f"--use-activation-checkpoint {request.args.use_activation_checkpoint}"
-    raise UsageError(
+    raise MiniGPTError(
         f"{typed if budget.is_free else '--memory-budget'}: tensors may take {budget}, but the "
         f"smallest peak is {smallest}; {request.advice_and_change()[0]}"
     )
@@ -718,7 +710,7 @@ def predict_and_describe_peaks(
 
     The peaks are two numbers of bytes: the peak with the policy of `config`, and the peak with
     `none`. If the prediction fails, None replaces the two numbers, and the list is empty. Raises
-    PredictedOutOfMemory.
+    MiniGPTError.
     """
     try:
         check_memory(request, process, request.state_bytes)  # needs no simulation
@@ -735,7 +727,7 @@ def predict_and_describe_peaks(
             need = f"each process needs {format_bytes(step.host_bytes)} of CPU memory for +offload"
             words += f"\nwarning  {need}, and {limit}"
         return words, (step.peak, plain.peak), deeper_policies(request, config.recompute)
-    except PredictedOutOfMemory:
+    except MiniGPTError:
         raise
     except Exception as error:  # a failed prediction must not stop training
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
@@ -770,7 +762,7 @@ def describe_plan(step: StepMemory, plain: StepMemory) -> str:
 def check_memory(request: PlanRequest, process: OneProcess, needed: int) -> str:
     """Return a warning if `needed` is more than the tensors of a process may take, else "".
 
-    `needed`: bytes that each process needs. Raises PredictedOutOfMemory if all processes on the
+    `needed`: bytes that each process needs. Raises MiniGPTError if all processes on the
     device together need more memory than the device has in total.
     """
     budget, processes = request.memory_budget, process.processes_on_device
@@ -783,10 +775,11 @@ def check_memory(request: PlanRequest, process: OneProcess, needed: int) -> str:
     if total is not None and processes * needed > total:
         limit = min(budget.limit_bytes or total, total // processes)
         full = replace(budget, limit_bytes=limit)
-        raise PredictedOutOfMemory(
+        raise MiniGPTError(
             f"out of memory before the first step: {need}, {capacity}; with "
             f"{describe_memory_flags(request.args)}; "
-            f"{replace(request, memory_budget=full).advice_and_change()[0]}"
+            f"{replace(request, memory_budget=full).advice_and_change()[0]}",
+            exit_code=4,
         )
     if needed <= budget.usable_bytes:
         return ""

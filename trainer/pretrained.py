@@ -21,13 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data import DataError, Tokenizer
+from data.errors import MiniGPTError
 from data.tokenizer import errors_as_data_errors, load_tokenizer
 from data.tokenizer_json import read_folder
 from memory import MemorySavingGPT, recompute_plan_of_config
 from model import MiniGPT, MiniGPTConfig
 from planner.formulas import count_parameters
 
-from .flags import MAX_SIZES, UsageError, flag, is_valid_model_size
+from .flags import MAX_SIZES, flag, is_valid_model_size
 from .optimizer import ShardLikeFn
 from .snapshot import LoadedSnapshot, SnapshotError, check_shapes, peek, read_snapshot
 
@@ -310,14 +311,14 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
     """Return the weights that --init-from names; None without --init-from. In `args`, set the flags
     that must agree with the weights: shape and tokenizer.
 
-    Raises UsageError if the weights cannot be loaded, or if a typed flag contradicts them.
+    Raises MiniGPTError if the weights cannot be loaded, or if a typed flag contradicts them.
     """
     if args.init_from is None:
         return None
     try:
         source = open_pretrained(args.init_from)
     except (DataError, SnapshotError) as error:
-        raise UsageError(f"--init-from: {error}") from None
+        raise MiniGPTError(f"--init-from: {error}") from None
     config, tokenizer, toy = source.config, source.tokenizer, source.tokenizer.name == "toy"
     required: dict[str, Any] = {name: getattr(config, name) for name in SHAPE_FIELD_NAMES}
     required |= {"tokenizer_name": tokenizer.name, "use_toy_data": toy}
@@ -326,14 +327,14 @@ def open_init_from(args: argparse.Namespace) -> Pretrained | None:
     for name, value in required.items():
         typed = getattr(args, name)
         if name in args.typed and typed != value:
-            raise UsageError(
+            raise MiniGPTError(
                 f"{flag(name)} {typed}: --init-from {source.path} has {value}; leave it out"
             )
         setattr(args, name, value)
     if "seq_len" not in args.typed:
         args.seq_len = config.max_position_embeddings
     if args.seq_len > config.max_position_embeddings:
-        raise UsageError(
+        raise MiniGPTError(
             f"--seq-len {args.seq_len}: --init-from {source.path} has "
             f"{config.max_position_embeddings:,} positions, and cannot see further"
         )

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from data.errors import MiniGPTError
 from memory import MemorySavingGPT
 from model import MiniGPT, MiniGPTConfig
 
 from .device import choose_device
-from .flags import UsageError
 
 T = TypeVar("T")
 
@@ -56,10 +56,10 @@ class OneProcess:
     def from_args(cls, args: argparse.Namespace) -> "OneProcess":
         """Return a process with the device that --device names.
 
-        Raises UsageError if there is no such device, or if torchrun started several processes.
+        Raises MiniGPTError if there is no such device, or if torchrun started several processes.
         """
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise UsageError(
+            raise MiniGPTError(
                 "torchrun starts train_ddp.py, train_fsdp.py or train_sp.py; this is for one "
                 f"process, but WORLD_SIZE is {os.environ['WORLD_SIZE'][:40]}"
             )
@@ -78,8 +78,8 @@ class OneProcess:
     def init_process_group(self) -> None:
         """Connect to the other processes. Call this after the flags of this process are checked.
 
-        Raises UsageError if the other processes cannot be reached, or if a flag does not work with
-        several processes.
+        Raises MiniGPTError if the other processes cannot be reached, or if a flag does not work
+        with several processes.
         """
 
     def make_model(self, config: MiniGPTConfig) -> MemorySavingGPT:
@@ -189,8 +189,7 @@ class OneProcess:
 
         If a call raises ValueError or MemoryError, every rank raises an error: its own error or, if
         it has none, the error of the lowest rank that has one. So no process waits for a process
-        that has ended. (A mistake of the user is a UsageError, a DataError or a SnapshotError. All
-        three are ValueErrors.)
+        that has ended. (A mistake of the user is a MiniGPTError, which is a ValueError.)
         """
         own_error = None
         try:

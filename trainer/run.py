@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from data import Dataset, TrainBatches, ValBatches
+from data.errors import MiniGPTError
 from memory import MemorySavingGPT
 
 from .clocks import StepClock
-from .flags import UsageError
 from .metrics import Write, format_bytes
 from .plan import PolicyPeak, policies_to_try
 from .process import OneProcess
@@ -81,7 +81,7 @@ class Run:
     # runs out: see `deeper_policies`. Empty if the memory could not be predicted.
     policies: Iterable[PolicyPeak] = ()
     # Function that runs a small model with the model's present policy and without recompute, and
-    # raises UsageError if the results differ.
+    # raises MiniGPTError if the results differ.
     check_techniques: Callable[[], None] = lambda: None
     # Policies with which memory ran out. After each of them, the step was repeated with a deeper
     # policy (one that needs less memory).
@@ -256,8 +256,8 @@ def switch_policy(run: Run, policies: Sequence[PolicyPeak]) -> None:
     for i, (taken, peak) in enumerate(policies):
         run.model.config = replace(config, recompute=taken)
         # If a user changed model.py, some policies may give wrong results. For such a policy
-        # `check_techniques` raises UsageError. Then try the next policy.
-        with suppress(UsageError):
+        # `check_techniques` raises MiniGPTError. Then try the next policy.
+        with suppress(MiniGPTError):
             run.check_techniques()
             run.policies = policies[i:]
             run.clock.expect_peak(peak)

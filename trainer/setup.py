@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from data import DataError, Dataset, Tokenizer, TrainBatches, ValBatches, load_dataset
+from data.errors import MiniGPTError
 from model import MiniGPTConfig
 
 from . import resume
@@ -24,7 +25,6 @@ from .device import (
     set_matmul_precision,
 )
 from .flags import (
-    UsageError,
     flag,
     model_config,
     recompute_plan_of,
@@ -97,11 +97,10 @@ def set_up_from_flags(
     are not typed.
 
     All mistakes that a user can make are found here, before the run writes or trains anything.
-    Raises UsageError, DataError or SnapshotError for a mistake, and PredictedOutOfMemory if a step
-    needs more memory than the device has in total.
+    Raises MiniGPTError for a mistake, and for a step that needs more memory than the device has.
     """
     if args.resume and "init_from" in args.typed:
-        raise UsageError("--init-from starts a run and --resume goes on with one: leave one out")
+        raise MiniGPTError("--init-from starts a run and --resume goes on with one: leave one out")
     resumed = None
     if args.resume:
         resumed = resume.load_newest(args.checkpoint_path)
@@ -255,7 +254,7 @@ def data_consistency_facts(data: Dataset) -> ConsistencyFactByName:
 
 
 def check_same_on_all_ranks(of_each: list[ConsistencyFactByName]) -> None:
-    """Raise UsageError for the first fact that differs between processes.
+    """Raise MiniGPTError for the first fact that differs between processes.
 
     `of_each`: the facts of each process, in the order of the ranks.
     """
@@ -265,7 +264,7 @@ def check_same_on_all_ranks(of_each: list[ConsistencyFactByName]) -> None:
             if facts[name] != first[name]:
                 hint = RANK_MISMATCH_HINTS.get(name, "start all with the same flags")
                 difference = f"rank 0 has {first[name]}, rank {rank} has {facts[name]}"
-                raise UsageError(f"{name}: {difference}: {hint}")
+                raise MiniGPTError(f"{name}: {difference}: {hint}")
 
 
 # ---- Parts of a run

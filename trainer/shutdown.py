@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data import DataError, DiskFull
+from data import DataError
+from data.errors import MiniGPTError
 from planner import PlanError
 
 from .bootstrap import PROCESS_START
-from .flags import UsageError, print_error, with_flags
+from .flags import print_error, with_flags
 from .metrics import finish_wandb
 from .plan import (
-    PredictedOutOfMemory,
     describe_memory_flags,
     describe_suggested_change,
     policies_to_try,
@@ -34,7 +34,7 @@ from .process import OneProcess
 from .report import describe_result, resume_command, sample_text
 from .run import Run, StoppedBySignal, is_out_of_memory, save
 from .setup import set_up_from_flags
-from .snapshot import SaveError, SnapshotError
+from .snapshot import SaveError
 from .torchrun import peer_failure_message
 
 
@@ -63,18 +63,14 @@ def run_safely(
         run = None  # frees DDP's wrapper, which must be freed before its connections close
         process.close()
         return code
-    except (UsageError, SnapshotError, TrainingDiverged, PredictedOutOfMemory) as error:
-        print_error_line(error)
-        return {TrainingDiverged: 3, PredictedOutOfMemory: 4}.get(type(error), 2)
+    except MiniGPTError as error:
+        # --resume goes on with a run that a failed save or missing data stopped.
+        stopped = isinstance(error, SaveError) or run and isinstance(error, DataError)
+        print_error_line(f"{error}; then {resume_hint(run)}" if stopped else error)
+        return 3 if stopped else error.exit_code
     except PlanError as error:
         print_error_line(f"--use-activation-checkpoint auto: {error}; name a policy")
         return 2
-    except DataError as error:
-        print_error_line(f"{error}; then {resume_hint(run)}" if run else error)
-        return 3 if run or isinstance(error, DiskFull) else 2
-    except SaveError as error:
-        print_error_line(f"{error}, then {resume_hint(run)}")
-        return 3
     except KeyboardInterrupt:
         print("\nstopped; --resume goes on from the last snapshot, if any", file=sys.stderr)
         return 130
@@ -131,9 +127,10 @@ def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
         )
         return 128 + run.stop_signal
     if not math.isfinite(record["val_loss"]):
-        raise TrainingDiverged(
+        raise MiniGPTError(
             f"the validation loss is not finite after the last step, {run.step}: try a lower --lr "
-            f"than {args.lr:.2g}; the weights in {args.checkpoint_path} are of no use"
+            f"than {args.lr:.2g}; the weights in {args.checkpoint_path} are of no use",
+            exit_code=3,
         )
     text = sample_text(run)  # on all ranks, because the forward of a sharded model needs all
     seconds = time.perf_counter() - PROCESS_START
@@ -203,11 +200,6 @@ class Signals:
             signal.signal(number, signal.SIG_IGN if ignore else handler)
 
 
-class TrainingDiverged(Exception):
-    """Error: loss or gradients were infinite or NaN in several steps in a row, or the validation
-    loss after the last step is."""
-
-
 def nan_grads_if_infinite(loss: Tensor) -> Tensor:
     """Return the scalar `loss` unchanged if it is finite; else return a loss whose gradients are
     all NaN.
@@ -247,7 +239,7 @@ class SkippedUpdateCounter:
     def count_skips_in_a_row(self) -> int:
         """Wait for the last step. Return how many updates were skipped in a row, up to that step.
 
-        Prints one warning per skip. Raises TrainingDiverged after 3 skips in a row; with float16,
+        Prints one warning per skip. Raises MiniGPTError after 3 skips in a row; with float16,
         after 20.
 
         The limit is not 1, because a single bad batch is no reason to stop. With float16 some skips
@@ -269,9 +261,10 @@ class SkippedUpdateCounter:
                 if float16
                 else f"a lower --lr than {run.args.lr:.2g}"
             )
-            raise TrainingDiverged(
+            raise MiniGPTError(
                 f"loss or gradients were not finite in {limit} steps in a row, {step - limit + 1} "
-                f"to {step}: try {flags}; --detect-anomaly finds the operation; {resume_hint(run)}"
+                f"to {step}: try {flags}; --detect-anomaly finds the operation; {resume_hint(run)}",
+                exit_code=3,
             )
         if self.in_a_row:
             message = "loss or gradients are not finite, update skipped"

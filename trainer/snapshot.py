@@ -40,6 +40,8 @@ import torch
 from torch.serialization import skip_data
 from torch.utils._pytree import tree_leaves
 
+from data.errors import MiniGPTError
+
 from .flags import MAX_COUNT
 
 State = dict[str, Any]
@@ -54,11 +56,11 @@ ENDINGS = ("", ".pt", ".pth", ".ckpt")
 SIBLING_SUFFIXES = (".prev.pt", ".best.pt", ".metrics.jsonl", ".trace.json", ".tensorboard")
 
 
-class SnapshotError(ValueError):
+class SnapshotError(MiniGPTError):
     """A snapshot cannot be written, read or resumed. The message gives the reason and a remedy."""
 
 
-class SaveError(Exception):
+class SaveError(MiniGPTError):
     """A save failed, because the disk is full or gone. Earlier snapshots are unchanged."""
 
 
@@ -145,7 +147,7 @@ def writing_atomically(path: Path, n_bytes: int) -> Iterator[Path]:
         # the real reason.
         reason = error if isinstance(error, OSError) else error.__context__
         if isinstance(reason, OSError):
-            raise SaveError(describe_save_error(path, reason, n_bytes)) from None
+            raise SaveError(describe_save_error(path, reason, n_bytes), exit_code=3) from None
         raise
 
 

@@ -17,9 +17,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from data.errors import MiniGPTError
+
 from .bootstrap import end_with_torchrun
 from .device import choose_device
-from .flags import UsageError, print_error
+from .flags import print_error
 from .process import OneProcess, T
 
 # Maximal time in seconds that processes wait for each other. While one process alone saves,
@@ -34,7 +36,7 @@ class TorchrunProcess(OneProcess):
     def __init__(self, args: argparse.Namespace):
         """Read torchrun's environment variables, and choose the device.
 
-        Raises UsageError if torchrun did not start this process, and the errors of `local_device`.
+        Raises MiniGPTError if torchrun did not start this process, and that of `local_device`.
         """
         self.args = args
         try:
@@ -48,7 +50,7 @@ class TorchrunProcess(OneProcess):
             if not 0 <= self.rank < self.world_size:
                 raise ValueError(f"RANK {self.rank} of WORLD_SIZE {self.world_size}")
         except (KeyError, ValueError, OverflowError) as error:  # a variable is missing, or wrong
-            raise UsageError(
+            raise MiniGPTError(
                 f"{self.script} ({str(error)[:80]}): start it with torchrun: torchrun "
                 f"--nproc-per-node=2 {self.script} (for one device: python train_minimal.py)"
             ) from None
@@ -94,23 +96,23 @@ class TorchrunProcess(OneProcess):
     def local_device(self, name: str) -> torch.device:
         """Return this process's device for --device `name`. No two processes have the same GPU.
 
-        Raises UsageError if there are more processes than GPUs, or if the device cannot be used.
+        Raises MiniGPTError if there are more processes than GPUs, or if the device cannot be used.
         """
         device = choose_device(name)
         if device.type == "cuda":
             n_gpus = torch.cuda.device_count()
             if self.local_rank >= n_gpus:
-                raise UsageError(f"--nproc-per-node: more processes than GPUs ({n_gpus})")
+                raise MiniGPTError(f"--nproc-per-node: more processes than GPUs ({n_gpus})")
             device = torch.device("cuda", self.local_rank)
             torch.cuda.set_device(device)
         elif device.type == "mps":
             if name == "mps":
-                raise UsageError("--device mps: no backend of torch.distributed has it; use cpu")
+                raise MiniGPTError("--device mps: no backend of torch.distributed has it; use cpu")
             device = torch.device("cpu")
         return device
 
     def init_process_group(self) -> None:
-        """Connect the CPUs of all processes by gloo. Raises UsageError if gloo cannot do that.
+        """Connect the CPUs of all processes by gloo. Raises MiniGPTError if gloo cannot do that.
 
         Python objects and decisions are sent through this group, so they need not wait for the
         GPUs. `new_nccl_group` connects the GPUs later, after a check that all processes have the
@@ -127,12 +129,12 @@ class TorchrunProcess(OneProcess):
             dist.init_process_group("gloo", **options)
         except RuntimeError as error:
             if "EADDRINUSE" in str(error):
-                raise UsageError(
+                raise MiniGPTError(
                     f"MASTER_PORT={self.port}: another program has this port; choose another"
                 ) from None
             if not UNREACHABLE_PATTERN.search(str(error)):
                 raise
-            raise UsageError(
+            raise MiniGPTError(
                 f"rank {self.rank} cannot reach the others by gloo ({reason(error)}): set "
                 "GLOO_SOCKET_IFNAME on each machine to the network interface that leads to the "
                 "others (one name, as `ip addr` lists them)"

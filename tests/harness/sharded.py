@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
+from data.errors import MiniGPTError
+
 sys.path[:0] = map(str, Path(__file__).parents[1:3])
 
 import torch  # noqa: E402
@@ -42,7 +44,7 @@ from train_fsdp import FSDPProcess  # noqa: E402
 from train_sp import SPProcess  # noqa: E402
 from trainer.check_model import check_model, make_model_without_memory  # noqa: E402
 from trainer.clocks import LiveStorages  # noqa: E402
-from trainer.flags import UsageError, build_parser, resolve_defaults  # noqa: E402
+from trainer.flags import build_parser, resolve_defaults  # noqa: E402
 from trainer.optimizer import make_optimizer  # noqa: E402
 from trainer.process import OneProcess  # noqa: E402
 from trainer.torchrun import main_and_exit  # noqa: E402
@@ -236,7 +238,7 @@ def accepts(process: OneProcess, recompute: str) -> bool:
     config = replace(SHAPE, recompute=recompute)
     try:
         check_model(make_model_without_memory(config, process.make_model), process, torch.float32)
-    except UsageError:
+    except MiniGPTError:
         return False
     return True
 
