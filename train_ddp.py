@@ -28,10 +28,10 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` o
 import trainer.bootstrap  # noqa: F401  # sets signal handlers and environment variables
 
 # isort: split
-import argparse
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from model import MiniGPT
 from train_minimal import train
-from trainer.flags import build_parser
+from trainer.settings import Settings
 from trainer.shutdown import run_safely
 from trainer.torchrun import TorchrunProcess, main_and_exit, print_error_once
 
@@ -53,11 +53,12 @@ class DDPProcess(TorchrunProcess):
     """
 
     script = "train_ddp.py"
-    gradients_persist = True  # gradients are in DDP's communication buckets, which stay allocated
+    kind = "ddp"  # gradients are in DDP's communication buckets, which stay allocated
     rehearses_first_steps = True  # see OneProcess
 
-    def __init__(self, args: argparse.Namespace):
-        super().__init__(args)
+    def __init__(self, settings: Settings):
+        super().__init__(settings)
+        self.compress_gradients = settings.compress_gradients
         # flag               is set to True by                        is read by
         # will_average       gradient_sync; False when it ends        the forward hook of `wrap`
         # sends_gradients    the forward hook; False after backward   can_retry_alone
@@ -73,7 +74,7 @@ class DDPProcess(TorchrunProcess):
         # This hook runs when the model's forward ends (in evaluation `will_average` is False). Just
         # after that, DDP's own forward prepares DDP to send gradients.
         model.register_forward_hook(lambda *_: setattr(self, "sends_gradients", self.will_average))
-        if self.args.compress_gradients and self.world_size > 1:
+        if self.compress_gradients and self.layout.world_size > 1:
             # (Without NCCL, DDP rejects `bf16_compress_hook` by its name, although the hook works
             # with gloo. A lambda hides the name.)
             self.wrapper.register_comm_hook(group, lambda g, bucket: bf16_compress_hook(g, bucket))
@@ -126,8 +127,9 @@ def set_expanded_zero_grads(model: nn.Module) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Train as one of torchrun's processes; return its exit code."""
-    args = build_parser(DDPProcess.script, "checkpoints/minigpt_ddp.pt").parse_args(argv)
-    return run_safely(args, DDPProcess, train, print_error_once)
+    path = Path("checkpoints/minigpt_ddp.pt")
+    settings = Settings.parse(argv, DDPProcess.script, checkpoint_path=path)
+    return run_safely(settings, DDPProcess, train, print_error_once)
 
 
 if __name__ == "__main__":

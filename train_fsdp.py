@@ -30,9 +30,9 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` o
 import trainer.bootstrap  # noqa: F401  # sets signal handlers and environment variables
 
 # isort: split
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -47,8 +47,7 @@ from data.errors import MiniGPTError
 from model import MiniGPT
 from planner.shards import block_group_params, find_position_embeddings
 from train_minimal import train
-from trainer.device import check_gather_dtype_flag, choose_precision
-from trainer.flags import build_parser, check_sharded
+from trainer.settings import Settings
 from trainer.shutdown import run_safely
 from trainer.torchrun import TorchrunProcess, main_and_exit, print_error_once
 
@@ -60,13 +59,12 @@ class FSDPProcess(TorchrunProcess):
     """
 
     script = "train_fsdp.py"
+    kind = "fsdp"
     has_own_recompute_policy = False  # all have the same: it decides when weights are gathered
 
-    def __init__(self, args: argparse.Namespace):
-        super().__init__(args)
-        self.shard_degree = self.world_size
-        check_sharded(args, self.world_size, self.script)
-        check_gather_dtype_flag(args, choose_precision(args, self.device))
+    def __init__(self, settings: Settings):
+        super().__init__(settings)
+        self.gather_dtype = settings.gather_dtype
         if self.device.type == "cuda" and not dist.is_nccl_available():
             raise MiniGPTError(
                 f"{self.script} needs NCCL on GPUs, which Windows lacks: train_ddp.py"
@@ -85,7 +83,7 @@ class FSDPProcess(TorchrunProcess):
         # this flag the LayerNorms of all blocks belong to the rest.
         self.group = cast(dist.ProcessGroup, self.new_nccl_group() or dist.group.WORLD)
         mesh = DeviceMesh.from_group(self.group, self.device.type)
-        in_bfloat16 = self.args.gather_dtype == "bfloat16"
+        in_bfloat16 = self.gather_dtype == "bfloat16"
         bfloat16_policy = MixedPrecisionPolicy(
             torch.bfloat16, torch.float32, cast_forward_inputs=False
         )
@@ -147,8 +145,9 @@ class FSDPProcess(TorchrunProcess):
 
 def main(argv: list[str] | None = None) -> int:
     """Train as one of torchrun's processes; return its exit code."""
-    args = build_parser(FSDPProcess.script, "checkpoints/minigpt_fsdp.pt").parse_args(argv)
-    return run_safely(args, FSDPProcess, train, print_error_once)
+    path = Path("checkpoints/minigpt_fsdp.pt")
+    settings = Settings.parse(argv, FSDPProcess.script, checkpoint_path=path)
+    return run_safely(settings, FSDPProcess, train, print_error_once)
 
 
 if __name__ == "__main__":

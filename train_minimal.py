@@ -30,7 +30,6 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` o
 import trainer.bootstrap  # noqa: F401  # sets signal handlers and environment variables
 
 # isort: split
-import argparse
 import math
 from typing import Any
 
@@ -39,18 +38,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from trainer.flags import build_parser
+from trainer.build import archive_and_open_logs
 from trainer.metrics import format_validation, perplexity
 from trainer.optimizer import step_if_finite
 from trainer.process import OneProcess
 from trainer.report import is_log_overdue, make_step_record, write_and_print_record
 from trainer.run import Run, is_save_requested_or_overdue, retry_on_out_of_memory, save
-from trainer.setup import archive_and_open_logs
+from trainer.settings import Settings
 from trainer.shutdown import Signals, SkippedUpdateCounter, nan_grads_if_infinite, run_safely
 from trainer.snapshot import sibling_path
 
 
-def learning_rate(step: int, args: argparse.Namespace) -> float:
+def learning_rate(step: int, settings: Settings) -> float:
     """Return the learning rate of `step`, which is one of 1..num_steps.
 
     The rate rises linearly from 0 to `--lr` during the warm-up. Then it stays constant, or it falls
@@ -58,16 +57,16 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
     The rate depends only on step and flags. A scheduler would have state to save and restore.
     """
-    if step <= args.warmup_steps:
-        return args.lr * step / args.warmup_steps
-    if args.lr_scheduler == "constant":
-        return args.lr
-    progress = (step - args.warmup_steps) / max(args.num_steps - args.warmup_steps, 1)
-    if args.lr_scheduler == "linear":
+    if step <= settings.warmup_steps:
+        return settings.lr * step / settings.warmup_steps
+    if settings.lr_scheduler == "constant":
+        return settings.lr
+    progress = (step - settings.warmup_steps) / max(settings.num_steps - settings.warmup_steps, 1)
+    if settings.lr_scheduler == "linear":
         decay = 1 - progress
     else:
         decay = 0.5 * (1 + math.cos(math.pi * progress))
-    return args.min_lr + (args.lr - args.min_lr) * decay
+    return settings.min_lr + (settings.lr - settings.min_lr) * decay
 
 
 def train_step(run: Run) -> tuple[Tensor, Tensor]:
@@ -78,15 +77,15 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     not wait for it. (Only on MPS Python has to read the norm, so there the norm is on the CPU.)
     Raises MemoryError if memory runs out with all policies (see `retry_on_out_of_memory`).
     """
-    args, process, clock = run.args, run.process, run.clock
+    settings, process, clock = run.settings, run.process, run.clock
     for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate(run.step, args)
+        group["lr"] = learning_rate(run.step, settings)
     # Call `accumulate(run)`. If memory runs out, call it again with a policy that needs less.
     losses = retry_on_out_of_memory(run, accumulate)
 
     clock.begin_phase("optimizer")
     run.scaler.unscale_(run.optimizer)  # because the limit below is for unscaled gradients
-    grad_norm = process.clip_gradients(run.model.parameters(), args.grad_clip_norm or math.inf)
+    grad_norm = process.clip_gradients(run.model.parameters(), settings.grad_clip_norm or math.inf)
     # Update the weights. This calls `optimizer.step()`, but has no effect if the norm is NaN or
     # infinite. (One NaN gradient makes the norm NaN. With float16 this replaces `scaler.step`.) All
     # processes have the same norm, so all of them update or none does. The device decides, so
@@ -103,22 +102,22 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
     The gradients are summed in `.grad`, where the optimizer reads them. With `average` they are
     then averaged over all processes. Without `average` they stay this process's own gradients.
     """
-    args, process, clock = run.args, run.process, run.clock
+    settings, layout, clock = run.settings, run.process.layout, run.clock
     losses = []
-    for micro_batch in range(args.grad_accum_steps):
+    for micro_batch in range(settings.grad_accum_steps):
         clock.begin_phase("data")
         # Every micro-batch of every process has its own id. The data and the dropout masks of a
         # micro-batch are functions of (seed, id). So a snapshot needs no random state, and two
         # processes compute the same as one process with twice the micro-batches per step. Processes
         # that share each sequence (train_sp.py) read the same batch.
-        micro_batch_id = (run.step - 1) * args.grad_accum_steps + micro_batch
-        micro_batch_id = micro_batch_id * process.world_size + process.rank
-        torch.manual_seed(derive_seed(args.seed, micro_batch_id))
-        input_ids, labels = run.training_batches[micro_batch_id // process.sp_degree]  # each (B, T)
+        micro_batch_id = (run.step - 1) * settings.grad_accum_steps + micro_batch
+        micro_batch_id = micro_batch_id * layout.world_size + layout.rank
+        torch.manual_seed(derive_seed(settings.seed, micro_batch_id))
+        input_ids, labels = run.training_batches[micro_batch_id // layout.sp_degree]  # each (B, T)
 
         clock.begin_phase("forward")
-        last_of_step = micro_batch == args.grad_accum_steps - 1
-        with process.gradient_sync(enabled=last_of_step and average):
+        last_of_step = micro_batch == settings.grad_accum_steps - 1
+        with run.process.gradient_sync(enabled=last_of_step and average):
             with run.autocast():
                 # `wrapped_model` is `run.model` itself or, with DDP, a wrapper whose backward
                 # averages gradients. Evaluation, optimizer and snapshots need no wrapper.
@@ -128,7 +127,7 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
             # backward adds its gradients to those in `.grad`. Each loss is divided by the number of
             # micro-batches, so the summed gradients are those of the mean loss. (The scaler changes
             # the loss only with float16.) An infinite loss gets NaN gradients: no update follows.
-            loss = nan_grads_if_infinite(loss) / args.grad_accum_steps
+            loss = nan_grads_if_infinite(loss) / settings.grad_accum_steps
             run.scaler.scale(loss).backward()
     return losses
 
@@ -160,7 +159,7 @@ def evaluate(run: Run) -> dict[str, float | None]:
         # In the last round there may be no batch left for this process. Then the process evaluates
         # an earlier batch again and ignores the result, because the forward of a sharded model
         # needs all processes.
-        i = first + run.process.rank // run.process.sp_degree
+        i = first + run.process.rank // run.process.layout.sp_degree
         input_ids, labels = run.val_batches[i % len(run.val_batches)]
         with run.autocast():
             loss = run.model(input_ids, labels)
@@ -184,22 +183,22 @@ def evaluate(run: Run) -> dict[str, float | None]:
 
 def train(run: Run) -> dict[str, Any]:
     """Run the steps after `run.step` until the last or a signal; return the last log record."""
-    args, process, clock = run.args, run.process, run.clock
+    settings, process, clock = run.settings, run.process, run.clock
     with clock.paused("set up"):
         archive_and_open_logs(run)
         hide_bar = process.rank > 0 or not sys.stderr.isatty()
-        bar = tqdm(initial=run.step, total=args.num_steps, unit="step", disable=hide_bar)
-        if run.step == 0 and args.init_from is not None:  # the loss before training
+        bar = tqdm(initial=run.step, total=settings.num_steps, unit="step", disable=hide_bar)
+        if run.step == 0 and settings.init_from is not None:  # the loss before training
             process.print0(f"before   val {format_validation(evaluate(run))}")
         run.model.train()
     record = run.unlogged_record
     if record:  # the run had saved this step, but ended before it logged the step: log the step now
-        if is_due(run, args.eval_interval):
+        if is_due(run, settings.eval_interval):
             evaluate_and_save_best(run, record)
         write_and_print_record(run, record)
     skipped = SkippedUpdateCounter(run)
     with bar, clock, Signals(run):
-        while run.step < args.num_steps and not run.stop_signal:
+        while run.step < settings.num_steps and not run.stop_signal:
             run.step += 1
             losses, grad_norm = train_step(run)  # forward, backward and the update of the weights
             clock.end_step()
@@ -217,7 +216,7 @@ def finish_step(
     a record. Raises MiniGPTError after several skipped updates in a row, and SaveError if a
     snapshot cannot be written.
     """
-    args, process = run.args, run.process
+    settings, process = run.settings, run.process
     run.recent_losses.append(losses)
     skipped.add_grad_norm(grad_norm)
     # All processes must do the same after the same step. They all stop if one of them received a
@@ -226,8 +225,8 @@ def finish_step(
     run.stop_signal, save_requested, log_overdue = process.all_reduce_max(
         [run.received_signal, is_save_requested_or_overdue(run), is_log_overdue(run)]
     )
-    log_now = is_due(run, args.log_interval) or log_overdue
-    evaluate_now = is_due(run, args.eval_interval)
+    log_now = is_due(run, settings.log_interval) or log_overdue
+    evaluate_now = is_due(run, settings.eval_interval)
     save_now = save_is_due(run, skipped, save_requested > 0)
     if not (log_now or evaluate_now or save_now):
         return {}
@@ -235,7 +234,7 @@ def finish_step(
     record = make_step_record(run, losses, grad_norm)
     if save_now:  # before the evaluation, which may take long or fail
         with run.clock.paused("save"):
-            save(run, args.checkpoint_path, record)
+            save(run, settings.checkpoint_path, record)
     if evaluate_now:
         evaluate_and_save_best(run, record)
     write_and_print_record(run, record)
@@ -244,7 +243,7 @@ def finish_step(
 
 def is_due(run: Run, interval: int) -> bool:
     """Return True at the last step and at every `interval`-th step (0: only at the last)."""
-    return run.step >= run.args.num_steps or (interval > 0 and run.step % interval == 0)
+    return run.step >= run.settings.num_steps or (interval > 0 and run.step % interval == 0)
 
 
 def save_is_due(run: Run, skipped: SkippedUpdateCounter, asked: bool) -> bool:
@@ -257,8 +256,8 @@ def save_is_due(run: Run, skipped: SkippedUpdateCounter, asked: bool) -> bool:
     While updates are skipped, a save waits, unless the run ends: it would rename the last snapshot
     to `.prev.pt`, and soon both files would have the same weights.
     """
-    interval, first = run.args.save_interval, run.args.eval_interval
-    if run.step == run.args.num_steps or run.stop_signal:
+    interval, first = run.settings.save_interval, run.settings.eval_interval
+    if run.step == run.settings.num_steps or run.stop_signal:
         return True
     by_steps = interval > 0 and run.step // interval > run.saved_step // interval
     is_first = run.saved_step == 0 and 0 < first <= run.step
@@ -273,13 +272,13 @@ def evaluate_and_save_best(run: Run, record: dict[str, Any]) -> None:
         record |= evaluate(run)
         if record["val_loss"] < run.best_val_loss:
             run.best_val_loss = record["val_loss"]
-            save(run, sibling_path(run.args.checkpoint_path, ".best.pt"), record)
+            save(run, sibling_path(run.settings.checkpoint_path, ".best.pt"), record)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train on one device; return the exit code. `argv`: flags; None: the command line's flags."""
-    args = build_parser("train_minimal.py", "checkpoints/minigpt_single.pt").parse_args(argv)
-    return run_safely(args, OneProcess.from_args, train)
+    settings = Settings.parse(argv, OneProcess.script)
+    return run_safely(settings, OneProcess.from_settings, train)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` o
 import trainer.bootstrap  # noqa: F401  # sets signal handlers and environment variables
 
 # isort: split
-import argparse
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,7 +33,7 @@ from memory.sequence import SequenceShard
 from model import MiniGPT, MiniGPTConfig
 from train_fsdp import FSDPProcess
 from train_minimal import train
-from trainer.flags import build_parser, check_sequence_parallel
+from trainer.settings import Settings
 from trainer.shutdown import run_safely
 from trainer.torchrun import main_and_exit, print_error_once
 
@@ -45,13 +45,9 @@ class SPProcess(FSDPProcess):
     """
 
     script = "train_sp.py"
-
-    def __init__(self, args: argparse.Namespace):
-        super().__init__(args)
-        self.sp_degree = self.world_size
+    kind = "sp"
 
     def init_process_group(self) -> None:
-        check_sequence_parallel(self.args, self.world_size)  # each rank needs a token and a head
         # Each GPU has two NCCL communicators: one gathers weights, the other runs the all-to-alls
         # of attention. If two processes ran these operations in different orders, they could wait
         # for each other forever. With this variable, NCCL (2.26 and later) runs the operations in
@@ -62,9 +58,9 @@ class SPProcess(FSDPProcess):
     def make_model(self, config: MiniGPTConfig) -> MemorySavingGPT:
         """Return a model that gets whole sequences, computes this rank's tokens of them, and
         returns the mean loss of all tokens. All-to-alls are around its attention."""
-        if self.world_size == 1:
+        if self.layout.sp_degree == 1:
             return super().make_model(config)
-        shard = SequenceShard(self.rank, self.world_size, config.n_heads, self.all_to_all)
+        shard = SequenceShard(self.rank, self.layout.sp_degree, config.n_heads, self.all_to_all)
         return SequenceParallelGPT(config, shard, self.all_reduce_sum)
 
     def allocate_parameters(self, model: MiniGPT) -> None:
@@ -95,8 +91,9 @@ class SPProcess(FSDPProcess):
 
 def main(argv: list[str] | None = None) -> int:
     """Train as one of torchrun's processes; return its exit code."""
-    args = build_parser(SPProcess.script, "checkpoints/minigpt_sp.pt").parse_args(argv)
-    return run_safely(args, SPProcess, train, print_error_once)
+    path = Path("checkpoints/minigpt_sp.pt")
+    settings = Settings.parse(argv, SPProcess.script, checkpoint_path=path)
+    return run_safely(settings, SPProcess, train, print_error_once)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ three seconds before the first run.
 import os
 import sys
 
-from data.errors import MiniGPTError
-
 if not __package__:  # python scripts/benchmark.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
@@ -36,6 +34,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ from torch.profiler import profile
 from tqdm import tqdm
 
 from memory import POLICY_NAMES, MemorySavingGPT
-from planner.cards import CARDS, THIS_MACHINE, choose_card
+from planner.cards import CARDS, THIS_MACHINE
 from planner.formulas import flops_per_token
 from planner.operators import MATMUL_DTYPES
 from scripts import cli_main, out_of_memory_as, say_stopped
@@ -58,79 +57,78 @@ from trainer.device import (
     compile_blocks,
     set_matmul_precision,
 )
-from trainer.flags import build_parser as trainers_parser
-from trainer.flags import (
-    check_policy_string,
-    flag,
-    model_config,
-    number_in_range,
-    output_file,
-    resolve_defaults,
-    with_flags,
-)
+from trainer.flags import check_policy_string, number_in_range, output_file
 from trainer.metrics import format_bytes
 from trainer.optimizer import make_optimizer
-from trainer.plan import PlanRequest, vocab_size_of
+from trainer.plan import Plan, card_for, vocab_size_of
 from trainer.pretrained import open_init_from
 from trainer.process import OneProcess
 from trainer.report import describe_model
-from trainer.run import Run
+from trainer.run import Run, make_scaler
+from trainer.settings import Settings, resolve, row
 
 Row = dict[str, Any]
 # Number of steps before the timed steps. The first step compiles the model and makes AdamW's
 # state; the second step uses both.
 WARM_UP = 2
-# Flag of the trainers that this command refuses -> the reason
-REFUSED = {
-    "use_activation_checkpoint": "--policies names the policies to measure",
-    "card": "this machine's own device is measured; leave --card out",
-    "memory_budget": "plan_memory names the largest batch that fits; --batch-size measures it",
-}
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = trainers_parser("python -m scripts.benchmark", "unused")
-    parser.description = (
-        "Measure what each recompute policy costs and saves. Takes the trainers' flags. The group "
-        "'running' has no effect; the group 'data' only sets the size of the vocabulary."
-    )
-    add = parser.add_argument_group("benchmark").add_argument
+def refused(default: str | None, reason: str) -> Any:
+    """Return the row of a flag of the trainers that this command refuses."""
+
+    def refuse(text: str) -> None:
+        raise argparse.ArgumentTypeError(reason)
+
+    return row(default, refuse, f"not here: {reason}", nargs="?", const="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkSettings(Settings):
+    """The trainers' settings, and what to measure."""
+
     # fmt: off
-    add("--policies", nargs="+", type=check_policy_string, default=list(POLICY_NAMES),
-        metavar="POLICY", help=f"(default: {' '.join(POLICY_NAMES)})")
-    add("--steps", type=number_in_range(int, 1, 10**6), default=5, metavar="N",
-        help="timed steps of each policy (default: %(default)s)")
-    add("--json", type=output_file, metavar="FILE", help="write the raw numbers there")
-    add("--worker", help=argparse.SUPPRESS)  # the policy to measure in this process
+    use_activation_checkpoint: str = refused("none", "--policies names the policies to measure")
+    card: str | None = refused(None, "this machine's own device is measured; leave --card out")
+    memory_budget: int | None = refused(None,
+        "plan_memory names the largest batch that fits; --batch-size measures it")
+    policies: tuple[str, ...] = row(tuple(POLICY_NAMES), check_policy_string, group="benchmark",
+        nargs="+", metavar="POLICY", help=f"(default: {' '.join(POLICY_NAMES)})")
+    steps: int = row(5, number_in_range(int, 1, 10**6),
+        help="timed steps of each policy (default: {default})")
+    json: Path | None = row(None, output_file, metavar="FILE", help="write the raw numbers there")
+    # The policy to measure in this process
+    worker: str | None = row(None, str, argparse.SUPPRESS)
     # fmt: on
-    return parser
 
 
-def check(args: argparse.Namespace) -> None:
-    """Check the flags before anything is measured, and fill in defaults. Raises MiniGPTError or
-    DataError."""
-    for name in sorted(args.typed & REFUSED.keys()):
-        raise MiniGPTError(f"{flag(name)}: {REFUSED[name]}")
-    open_init_from(args)
-    resolve_defaults(args)
-    args.vocab_size = vocab_size_of(args)
-    for policy in args.policies:
-        model_config(with_policy(args, policy), args.vocab_size)
+def parse(argv: list[str]) -> BenchmarkSettings:
+    """Return the resolved settings, with --vocab-size. Raises MiniGPTError before anything is
+    measured."""
+    typed = BenchmarkSettings.parse(
+        argv,
+        "python -m scripts.benchmark",
+        "Measure what each recompute policy costs and saves. Takes the trainers' flags. The group "
+        "'running' has no effect; the group 'data' only sets the size of the vocabulary.",
+    )
+    settings = resolve(open_init_from(typed)[1])
+    vocab_size = vocab_size_of(settings)
+    for policy in settings.policies:
+        settings.replace(use_activation_checkpoint=policy).model_config(vocab_size)
+    return settings.replace(vocab_size=vocab_size)
 
 
-def with_policy(args: argparse.Namespace, policy: str) -> argparse.Namespace:
-    return with_flags(args, use_activation_checkpoint=policy)
-
-
-def ask(args: argparse.Namespace) -> PlanRequest:
-    """Return the plan request for this machine's device. A device without a data sheet is measured
-    now, for some seconds."""
-    device = choose_device(args.device)
-    set_matmul_precision(device, args.tf32)
-    if args.compile:
+def make_plan(settings: BenchmarkSettings) -> Plan:
+    """Return the plan for this machine's device. A device without a data sheet is measured now, for
+    some seconds."""
+    device = choose_device(settings.device)
+    set_matmul_precision(device, settings.tf32)
+    if settings.compile:
         check_compiler(device)
-    card = choose_card(args, device) or choose_card(with_flags(args, card=THIS_MACHINE), device)
-    return PlanRequest(args, args.vocab_size, device, choose_precision(args, device), card=card)
+    card = card_for(settings, device) or card_for(settings, device, THIS_MACHINE)
+    assert settings.vocab_size
+    return Plan(
+        settings, settings.vocab_size, device, choose_precision(settings, device), card=card
+    )
 
 
 # ---- One process
@@ -141,29 +139,39 @@ class RandomTokens:
     """Random batches for train_step. They are equal in all runs, because train_step seeds torch
     before it reads a batch."""
 
-    args: argparse.Namespace
+    settings: Settings
     device: torch.device
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return random inputs and labels, each (B, T) int64."""
-        shape = self.args.batch_size, self.args.seq_len + 1
-        rows = torch.randint(self.args.vocab_size, shape, device=self.device)
+        shape = self.settings.batch_size, self.settings.seq_len + 1
+        rows = torch.randint(self.settings.vocab_size or 0, shape, device=self.device)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def make_run(args: argparse.Namespace, device: torch.device) -> Run:
+def make_run(settings: BenchmarkSettings, device: torch.device) -> Run:
     """Return the run that train_step needs; it has neither data files nor a snapshot."""
-    config, precision = model_config(args, args.vocab_size), choose_precision(args, device)
-    set_matmul_precision(device, args.tf32)
-    torch.manual_seed(args.seed)
-    model = MemorySavingGPT(config).to(device).train()
-    if args.compile:
+    precision = choose_precision(settings, device)
+    set_matmul_precision(device, settings.tf32)
+    torch.manual_seed(settings.seed)
+    model = MemorySavingGPT(settings.model_config(settings.vocab_size or 0)).to(device).train()
+    if settings.compile:
         compile_blocks(model)
-    tokens: Any = RandomTokens(args, device)
     unused: Any = None  # train_step does not use it
-    process, optimizer = OneProcess(device), make_optimizer(model, args, device, precision)
+    tokens: Any = RandomTokens(settings, device)
     return Run(
-        args, process, unused, unused, model, optimizer, precision, tokens, unused, StepClock()
+        settings,
+        OneProcess(device),
+        data=unused,
+        snapshot_metadata=unused,
+        model=model,
+        wrapped_model=model,
+        optimizer=make_optimizer(model, settings, device, precision),
+        scaler=make_scaler(device, precision),
+        precision=precision,
+        training_batches=tokens,
+        val_batches=unused,
+        clock=StepClock(),
     )
 
 
@@ -198,19 +206,19 @@ def recorded_peak(run: Run) -> int:
     return max(accumulate(sizes, initial=sum(tensor.nbytes for tensor in existing)))
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(settings: BenchmarkSettings) -> dict[str, Any]:
     """Run and time the steps; return a dict with their seconds and the peak memory.
 
     "step_s_all": a list with the seconds of each step; on a GPU a list with one value, the mean of
     all steps. "peak_bytes": the peak in bytes; None if the device does not count it.
     """
-    device = choose_device(args.device)
-    run = make_run(args, device)
+    device = choose_device(settings.device)
+    run = make_run(settings, device)
     timed_step(run, WARM_UP)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     # On a GPU, time all steps together: Python runs ahead from step to step, as in training.
-    groups = [1] * args.steps if device.type == "cpu" else [args.steps]
+    groups = [1] * settings.steps if device.type == "cpu" else [settings.steps]
     seconds = [timed_step(run, n) for n in groups]
     peak = recorded_peak(run) if device.type == "cpu" else None
     if device.type == "cuda":
@@ -236,7 +244,7 @@ def run_worker(argv: list[str], policy: str) -> Row | None:
 # ---- Results
 
 
-def make_row(request: PlanRequest, measured: Row) -> Row:
+def make_row(plan: Plan, measured: Row) -> Row:
     """Return a row of the JSON file: the result of `measure` for one policy, and the prediction.
 
     "mfu" (model FLOPs utilization): the FLOP/s of a step as a share of the card's peak FLOP/s,
@@ -244,17 +252,17 @@ def make_row(request: PlanRequest, measured: Row) -> Row:
     recomputed FLOPs count, too. Both follow Chowdhery et al., 2022, section 4.1. Both are None for
     a device without a data sheet.
     """
-    args, step = request.args, request.predicted_step
+    settings, step = plan.settings, plan.step
     step_s = statistics.median(measured["step_s_all"])
-    tokens_per_s = args.batch_size * args.grad_accum_steps * args.seq_len / step_s
-    share, card = None, request.card
+    tokens_per_s = settings.tokens_per_step(replicas=1) / step_s
+    share, card = None, plan.card
     if card and card.name in CARDS:  # (measured FLOP/s of a machine are not its peak)
-        share = tokens_per_s / card.flops[MATMUL_DTYPES.index(request.precision)]
-    needed, replayed = flops_per_token(step.config, args.seq_len, args.compile)
+        share = tokens_per_s / card.flops[MATMUL_DTYPES.index(plan.precision)]
+    needed, replayed = flops_per_token(step.config, settings.seq_len, settings.compile)
     return {
         "policy": step.config.recompute,
         "step_s": step_s,
-        "predicted_s": request.seconds(step),
+        "predicted_s": plan.seconds,
         "step_s_all": measured["step_s_all"],
         "tokens_per_s": tokens_per_s,
         "mfu": share and share * needed,
@@ -294,24 +302,26 @@ def policy_table(rows: list[Row]) -> str:
     return table(header.split("|"), cells)
 
 
-def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
+def measure_all(settings: BenchmarkSettings, argv: list[str]) -> int:
     """Measure all policies, print the table, write the JSON file; return the exit code."""
-    request = ask(args)
-    assert request.card
+    plan = make_plan(settings)
+    assert plan.card
     rows, out_of_memory, code = list[Row](), list[str](), 130
-    policies = dict.fromkeys(args.policies)
+    policies = dict.fromkeys(settings.policies)
     with suppress(KeyboardInterrupt):
         for policy in tqdm(policies, unit="policy", leave=False, disable=None):
             if measured := run_worker(argv, policy):
-                rows.append(make_row(request.with_args(with_policy(args, policy)), measured))
+                rows.append(make_row(plan.with_policy(policy), measured))
             else:
                 out_of_memory.append(policy)
         code = 0
-    metadata = about("scripts.benchmark", argv, request.device) | {
-        "model": describe_model(request.config),
-        **{name: getattr(args, name) for name in ("batch_size", "grad_accum_steps", "seq_len")},
-        "precision": str(request.precision).removeprefix("torch."),
-        "predicted for": request.card.name,
+    metadata = about("scripts.benchmark", argv, plan.device) | {
+        "model": describe_model(plan.config),
+        "batch_size": settings.batch_size,
+        "grad_accum_steps": settings.grad_accum_steps,
+        "seq_len": settings.seq_len,
+        "precision": str(plan.precision).removeprefix("torch."),
+        "predicted for": plan.card.name,
         "runs": f"{len(rows) + len(out_of_memory)} of {len(policies)}",
         "out of memory": " ".join(out_of_memory) or "nothing",
     }
@@ -319,19 +329,18 @@ def measure_all(args: argparse.Namespace, argv: list[str]) -> int:
         say_stopped(f"after {metadata['runs']} runs")
     if rows or not code:
         print(policy_table(rows), describe_about(metadata), sep="\n\n")
-        metadata |= {"config": asdict(request.config), "card": asdict(request.card), "rows": rows}
-        write_json(args.json, metadata)
+        metadata |= {"config": asdict(plan.config), "card": asdict(plan.card), "rows": rows}
+        write_json(settings.json, metadata)
     return code
 
 
 @cli_main
 def main(argv: list[str]) -> int:
-    args = build_parser().parse_args(argv)
-    check(args)
-    if args.worker is None:
-        return measure_all(args, argv)
-    with out_of_memory_as(f" with {args.worker}"):
-        print(json.dumps(measure(with_policy(args, args.worker))))
+    settings = parse(argv)
+    if settings.worker is None:
+        return measure_all(settings, argv)
+    with out_of_memory_as(f" with {settings.worker}"):
+        print(json.dumps(measure(settings.replace(use_activation_checkpoint=settings.worker))))
     return 0
 
 

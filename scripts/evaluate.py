@@ -41,12 +41,13 @@ from model import MiniGPT
 from scripts import add_snapshot, cli_main, out_of_memory_as
 from scripts.style import about, write_json
 from trainer import flags
+from trainer.build import find_data
 from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.metrics import perplexity
 from trainer.pretrained import load_model_and_tokenizer
 from trainer.process import OneProcess
 from trainer.resume import data_changed
-from trainer.setup import find_data
+from trainer.settings import Settings
 from trainer.snapshot import LoadedSnapshot, SaveError, State, peek
 
 
@@ -78,9 +79,7 @@ def read_data(
         path = args.checkpoint_path
         try:
             # (seq_len 0: tokens of files that are shorter than a sequence are read here, too.)
-            saved = flags.with_flags(
-                flags.build_parser("", "").parse_args([]), **state["args"] | {"seq_len": 0}
-            )
+            saved = Settings.from_typed(state["args"] | {"seq_len": 0})
             data = find_data(saved, process, LoadedSnapshot(state, path))
         except DataError as error:
             raise DataError(f"the run's own data: {error}; --val-data names other data") from None
@@ -118,11 +117,13 @@ def sum_loss(model: MiniGPT, tokens: np.ndarray, args: argparse.Namespace) -> fl
 def evaluate(args: argparse.Namespace) -> dict[str, object]:
     """Measure the loss; return all values to print. Raises SnapshotError, DataError or
     MiniGPTError."""
-    path, args.no_amp = args.checkpoint_path, args.amp_dtype is None
+    path = args.checkpoint_path
     if path.is_dir() and not args.val_data:
         raise MiniGPTError(f"--val-data is missing: the folder {path} has no data of its own")
     device = choose_device(args.device)
-    precision, process = choose_precision(args, device), OneProcess(device)
+    process = OneProcess(device)
+    precise = Settings(no_amp=args.amp_dtype is None, amp_dtype=args.amp_dtype or "auto")
+    precision = choose_precision(precise, device)
     set_matmul_precision(device, tf32=False)
     with process.showing_message(f"reading {path}"):
         model, tokenizer = load_model_and_tokenizer(path, device)

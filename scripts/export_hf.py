@@ -34,7 +34,7 @@ from data.tokenizer import EOT_TEXT
 from data.tokenizer_json import to_json
 from model import MiniGPTConfig
 from scripts import add_snapshot, cli_main
-from trainer.flags import OneLineParser, to_argv
+from trainer.flags import OneLineParser
 from trainer.pretrained import (
     CONFIG_JSON_SIZES,
     MINIGPT_TO_TRANSFORMERS,
@@ -46,6 +46,7 @@ from trainer.pretrained import (
     renamed_and_transposed,
 )
 from trainer.report import describe_model
+from trainer.settings import to_words
 from trainer.snapshot import SaveError
 
 
@@ -81,7 +82,7 @@ def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def command_to_go_on(folder: str) -> str:
-    return shlex.join(["python", "train_minimal.py", *to_argv({"init_from": folder})])
+    return shlex.join(["python", "train_minimal.py", *to_words({"init_from": folder})])
 
 
 def check_is_gpt2(source: Pretrained) -> None:

@@ -26,8 +26,9 @@ from planner.op_recorder import Storage
 from planner.record import read_source_line
 from scripts import cli_main
 from scripts.plan_table import align
-from trainer.flags import SHAPE_BY_MODEL, OneLineParser, number_in_range
+from trainer.flags import OneLineParser, number_in_range
 from trainer.metrics import format_bytes
+from trainer.settings import SHAPE_BY_MODEL
 
 RESULT = ": x + feed_forward"  # a block's output, which is the next block's input
 

@@ -24,12 +24,12 @@ if not __package__:  # python scripts/memory_page.py: the packages are one folde
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
-import argparse
 import json
 import math
 import re
 import shlex
 from collections import defaultdict
+from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from tqdm import tqdm
 from memory import POLICIES as RECOMPUTE
 from memory import recompute_plan_of_config
 from model import MiniGPTConfig
-from planner import Card, StepMemory
+from planner import Card, Layout, StepMemory
 from planner.choose import pareto_frontier, simulate_policies_fastest_first
 from planner.formulas import flops_per_token
 from planner.op_recorder import Storage
@@ -48,12 +48,12 @@ from planner.record import StepRecord, group_name_and_kind, read_source_line
 from planner.roofline import seconds_of_each_op
 from planner.timeline import phase_intervals
 from scripts import cli_main
-from scripts.style import COLORS, LEGEND, POLICIES, describe, relative_flops, step_parser
-from trainer import flags
+from scripts.style import COLORS, FLAGS_NOTE, LEGEND, POLICIES, describe, relative_flops
 from trainer.flags import AUTO, output_file
 from trainer.metrics import format_bytes
-from trainer.plan import PlanRequest, make_request
+from trainer.plan import Plan, plan_for_command
 from trainer.pretrained import open_init_from
+from trainer.settings import Settings, resolve, row
 
 SOURCE = Path(__file__).parent / "page"
 SCRIPTS = ("step.js", "frame.js", "chart.js", "listen.js", "page.js")
@@ -68,15 +68,24 @@ WORDS = {
 }
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the flags. Raises MiniGPTError."""
-    parser = step_parser("memory_page", "Write a page to explore the memory of a training step.")
-    parser.add_argument_group("page").add_argument(
-        "--out", type=output_file, default=Path("out/memory_page.html"), metavar="FILE",
-        help="the page (default: %(default)s)")  # fmt: skip
-    args = parser.parse_args(argv)
-    open_init_from(args)
-    return flags.resolve_defaults(args)
+@dataclass(frozen=True, kw_only=True)
+class PageSettings(Settings):
+    """The trainers' settings, and the file of the page."""
+
+    out: Path = row(  # fmt: skip
+        Path("out/memory_page.html"),
+        output_file,
+        "the page (default: {default})",
+        metavar="FILE",
+        group="page",
+    )
+
+
+def parse(argv: list[str] | None) -> PageSettings:
+    """Return the resolved settings. Raises MiniGPTError."""
+    about = "Write a page to explore the memory of a training step."
+    typed = PageSettings.parse(argv, "python -m scripts.memory_page", f"{about} {FLAGS_NOTE}")
+    return resolve(open_init_from(typed)[1])
 
 
 class Labels:
@@ -152,11 +161,9 @@ def trainer_flags(config: MiniGPTConfig) -> str:
     return f"--use-activation-checkpoint {config.recompute}{chunks}"
 
 
-def step_data(
-    record: StepRecord, name: str, labels: Labels, request: PlanRequest
-) -> dict[str, Any]:
+def step_data(record: StepRecord, name: str, labels: Labels, plan: Plan) -> dict[str, Any]:
     """Return the numbers of one policy in the form that scripts/page/step.js reads."""
-    step, card = record.step_memory, request.card
+    step, card = record.step_memory, plan.card
     starts, x = along_seconds(record, card) if card else along_flops(record)
     born = [storage.born for storage in record.storages]
     ends = [-1 if s.died == math.inf else int(s.died) - s.born for s in record.storages]
@@ -165,7 +172,7 @@ def step_data(
         "name": name,
         "words": WORDS.get(name, "as it was asked for"),
         "flags": trainer_flags(step.config),
-        "flops": relative_flops(step.config, step.seq_len, request.args.compile),
+        "flops": relative_flops(step.config, step.seq_len, plan.settings.compile),
         "seconds": step.seconds(card) if card else None,
         "peak": step.peak,
         "where": step.peak_location,
@@ -181,19 +188,19 @@ def step_data(
     }
 
 
-def way_data(candidate: StepMemory, request: PlanRequest) -> list:
+def way_data(candidate: StepMemory, plan: Plan) -> list:
     """Return [peak, cost, name, flags] of one policy that `auto` may choose, for page.js."""
-    flops = relative_flops(candidate.config, request.args.seq_len, request.args.compile)
-    cost = candidate.seconds(request.card) if request.card else flops
+    flops = relative_flops(candidate.config, plan.settings.seq_len, plan.settings.compile)
+    cost = candidate.seconds(plan.card) if plan.card else flops
     return [candidate.peak, cost, candidate.config.recompute, trainer_flags(candidate.config)]
 
 
-def policies(request: PlanRequest) -> tuple[dict[str, dict[str, Any]], str]:
+def policies(plan: Plan) -> tuple[dict[str, dict[str, Any]], str]:
     """Return the policies of the page (name -> arguments of `Planner.record`), and the name of the
     policy that is shown first."""
-    config, settings = request.config, dict(POLICIES)
-    if request.args.use_activation_checkpoint == AUTO:
-        config = request.step_with_best_policy().config
+    config, settings = plan.config, dict(POLICIES)
+    if plan.settings.use_activation_checkpoint == AUTO:
+        config = plan.with_fastest_policy().config
     if config.loss_chunks:  # --loss-chunks sets the number of chunks for all policies
         del settings["plain"]
     if config.n_layers == 1:  # one block makes no group of 2
@@ -202,19 +209,19 @@ def policies(request: PlanRequest) -> tuple[dict[str, dict[str, Any]], str]:
     return settings, config.recompute
 
 
-def page_data(args: argparse.Namespace) -> dict[str, Any]:
+def page_data(settings: PageSettings) -> dict[str, Any]:
     """Return all numbers of the page, in the form that scripts/page/ reads. Raises MiniGPTError or
     DataError."""
-    request, labels = make_request(args), Labels()
-    budget, card, n = request.memory_budget, request.card, args.grad_accum_steps
-    settings, first = policies(request)
+    plan, labels = plan_for_command(settings, Layout()), Labels()
+    budget, card, n = plan.memory_budget, plan.card, settings.grad_accum_steps
+    shown, first = policies(plan)
     steps = []
-    for name, memory in tqdm(settings.items(), unit="policy", disable=None, leave=False):
-        record = request.planner.record(args.batch_size, **memory)
-        steps.append(step_data(record, name, labels, request))
-    has_budget = bool(card or args.memory_budget)
+    for name, memory in tqdm(shown.items(), unit="policy", disable=None, leave=False):
+        record = plan.planner.record(settings.batch_size, **memory)
+        steps.append(step_data(record, name, labels, plan))
+    has_budget = bool(card or settings.memory_budget)
     about = [
-        describe(request, f"one of {n} micro-batches of {args.batch_size} x " * (n > 1)),
+        describe(plan, f"one of {n} micro-batches of {settings.batch_size} x " * (n > 1)),
         f"predicted for {card.name}" if card else "predicted",
         f"tensors may take {budget}"
         if has_budget
@@ -222,13 +229,13 @@ def page_data(args: argparse.Namespace) -> dict[str, Any]:
     ]
     if (times := int(record.step_memory.flops_and_bytes_by_op.times.max())) > 1:
         about.append(f"showing three of the head's {times + 2:,} chunks")
-    ways = pareto_frontier(simulate_policies_fastest_first(request.planner, args.batch_size, card))
+    ways = pareto_frontier(simulate_policies_fastest_first(plan.planner, settings.batch_size, card))
     return {
         "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",
         "budget": budget.usable_bytes if has_budget else None,
-        "ways": [way_data(way, request) for way in ways],
-        "first": [*settings].index(first),
+        "ways": [way_data(way, plan) for way in ways],
+        "first": [*shown].index(first),
         "kinds": [[LEGEND[kind].split(":")[0], COLORS[kind], LEGEND[kind]] for kind in COLORS],
         "lines": [[line, read_source_line(line)] for line in labels.lines],
         "operators": [*labels.operators],
@@ -254,12 +261,14 @@ def write_page(data: dict[str, Any], command: str) -> str:
 
 @cli_main
 def main(argv: list[str]) -> None:
-    args = parse(argv)
+    settings = parse(argv)
     command = shlex.join(["python", "-m", "scripts.memory_page", *argv])
-    page = write_page(page_data(args), command)
-    args.out.parent.mkdir(exist_ok=True)  # (makes out/ for the default)
-    args.out.write_text(page, encoding="utf-8")
-    print(f"wrote {args.out} ({format_bytes(args.out.stat().st_size)}): open it in a browser")
+    page = write_page(page_data(settings), command)
+    settings.out.parent.mkdir(exist_ok=True)  # (makes out/ for the default)
+    settings.out.write_text(page, encoding="utf-8")
+    print(
+        f"wrote {settings.out} ({format_bytes(settings.out.stat().st_size)}): open it in a browser"
+    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ if not __package__:  # python scripts/memory_timeline.py: the packages are one f
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
-import argparse
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from planner import StepMemory
+from planner import Layout, StepMemory
 from planner.record import StepRecord
 from planner.timeline import KINDS
 from scripts import cli_main
 from scripts.memory_page import along_flops
 from scripts.style import (
     COLORS,
+    FLAGS_NOTE,
     LEGEND,
     POLICIES,
     WIDTH,
@@ -42,13 +43,12 @@ from scripts.style import (
     load_pyplot,
     relative_flops,
     save_picture,
-    step_parser,
 )
-from trainer import flags
 from trainer.flags import check_policy_string, output_file
 from trainer.metrics import format_bytes
-from trainer.plan import PlanRequest, make_request
+from trainer.plan import Plan, plan_for_command
 from trainer.pretrained import open_init_from
+from trainer.settings import Settings, resolve, row
 
 PHASES = ("forward", "head", "backward")  # (the optimizer's part is too narrow for its name)
 NARROW = 0.12  # share of a panel's width that a phase needs for its name
@@ -60,34 +60,40 @@ TITLES = {  # policy -> short description for a title
 }
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the flags. Raises MiniGPTError."""
-    parser = step_parser("memory_timeline", "Draw the memory of a step with each of --policies.")
-    add = parser.add_argument_group("picture").add_argument
-    # fmt: off
-    add("--policies", nargs="+", type=policy_or_plain, default=[*TITLES], metavar="POLICY",
-        help="one panel each; plain: no recompute, --loss-chunks 1, as in most tutorials (default: "
-        f"{' '.join(TITLES)})")
-    add("--out", type=output_file, default=Path("out/memory_timeline.png"), metavar="FILE",
-        help="file of the picture; its suffix sets the format (default: %(default)s)")
-    # fmt: on
-    args = parser.parse_args(argv)
-    open_init_from(args)
-    return flags.resolve_defaults(args)
-
-
 def policy_or_plain(text: str) -> str:
     return text if text in POLICIES else check_policy_string(text)
 
 
-def record_all(args: argparse.Namespace) -> tuple[PlanRequest, dict[str, StepRecord]]:
-    """Return the plan request, and the record of a simulated step with each policy. Raises
-    MiniGPTError or DataError."""
-    request = make_request(args)
-    each = tqdm(dict.fromkeys(args.policies), unit="policy", disable=None, leave=False)
-    record = partial(request.planner.record, args.batch_size)
+@dataclass(frozen=True, kw_only=True)
+class PictureSettings(Settings):
+    """The trainers' settings, and the picture."""
+
+    # fmt: off
+    policies: tuple[str, ...] = row(tuple(TITLES), policy_or_plain, group="picture",
+        metavar="POLICY", nargs="+",
+        help="one panel each; plain: no recompute, --loss-chunks 1, as in most tutorials (default: "
+        f"{' '.join(TITLES)})")
+    out: Path = row(Path("out/memory_timeline.png"), output_file, metavar="FILE",
+        help="file of the picture; its suffix sets the format (default: {default})")
+    # fmt: on
+
+
+def parse(argv: list[str]) -> PictureSettings:
+    """Return the resolved settings. Raises MiniGPTError."""
+    about = "Draw the memory of a step with each of --policies."
+    typed = PictureSettings.parse(
+        argv, "python -m scripts.memory_timeline", f"{about} {FLAGS_NOTE}"
+    )
+    return resolve(open_init_from(typed)[1])
+
+
+def record_all(settings: PictureSettings) -> tuple[Plan, dict[str, StepRecord]]:
+    """Return the plan, and the record of a simulated step with each policy. Raises MiniGPTError."""
+    plan = plan_for_command(settings, Layout())
+    each = tqdm(dict.fromkeys(settings.policies), unit="policy", disable=None, leave=False)
+    record = partial(plan.planner.record, settings.batch_size)
     try:
-        return request, {name: record(**POLICIES.get(name, {"recompute": name})) for name in each}
+        return plan, {name: record(**POLICIES.get(name, {"recompute": name})) for name in each}
     except ValueError as error:  # the policy names more blocks than the model has
         raise MiniGPTError(f"--policies: {error}") from None
 
@@ -99,7 +105,7 @@ def title(name: str, step: StepMemory, compiled: bool) -> str:
     return f"{name}{description}. Peak {format_bytes(step.peak)}{cost}"
 
 
-def draw(plt: Any, request: PlanRequest, records: dict[str, StepRecord]) -> Any:
+def draw(plt: Any, plan: Plan, records: dict[str, StepRecord]) -> Any:
     """Draw the panels, one below the other, all with the same axes."""
     max_peak = max(record.step_memory.peak for record in records.values())
     right = max(along_flops(record)[1][-1] for record in records.values())
@@ -112,12 +118,10 @@ def draw(plt: Any, request: PlanRequest, records: dict[str, StepRecord]) -> Any:
         layers = [step.timeline[:, KINDS.index(kind)] / size for kind in COLORS]
         areas = axis.stackplot(x, layers, colors=COLORS.values(), step="post", linewidth=0)
         axis.plot(x[step.bytes_by_op.argmax()], step.peak / size, "v", color="black", markersize=6)
-        axis.set(title=title(name, step, request.args.compile), ylabel=unit)
+        axis.set(title=title(name, step, plan.settings.compile), ylabel=unit)
         axis.set(xlim=(0, right), ylim=(0, 1.15 * max_peak / size))
         name_phases(axis, x, step)
-    figure.suptitle(
-        f"Memory over one training step, along its FLOPs\n{describe(request)}, predicted"
-    )
+    figure.suptitle(f"Memory over one training step, along its FLOPs\n{describe(plan)}, predicted")
     labels = [LEGEND[kind] for kind in COLORS]
     figure.legend(areas, labels, loc="outside lower center", ncols=2, frameon=False)
     return figure
@@ -133,14 +137,14 @@ def name_phases(axis: Any, x: np.ndarray, step: StepMemory) -> None:
 
 @cli_main
 def main(argv: list[str]) -> None:
-    args = parse(argv)
+    settings = parse(argv)
     plt = load_pyplot("memory_timeline")
-    request, records = record_all(args)
+    plan, records = record_all(settings)
     peaks = "\n".join(
         f"{name}: {record.step_memory.peak:,} bytes" for name, record in records.items()
     )
-    save_picture(draw(plt, request, records), args.out, {"Description": peaks})
-    print(f"wrote {args.out}")
+    save_picture(draw(plt, plan, records), settings.out, {"Description": peaks})
+    print(f"wrote {settings.out}")
 
 
 if __name__ == "__main__":

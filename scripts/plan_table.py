@@ -1,37 +1,36 @@
-"""The candidates that scripts/plan_memory.py compares: ways to run a step, their memory and cost.
+"""The tables of scripts/plan_memory.py: plans with different policies or flags, compared.
 
-Three searches find them: the table of policies (`policy_table`), the longest sequence
+Three searches find the plans: the table of policies (`policy_table`), the longest sequence
 (`longest_sequence`) and the fastest micro-batch (`search_settings`). `--at-peak` lists by name what
 is alive at a peak. These are hundreds of tensors. But blocks are equal, so the tensors make a few
 dozen groups (`group_name_and_kind` in planner/record.py), and the largest nine groups take most of
 the bytes.
 """
 
-import argparse
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from functools import cache
 from statistics import mode
 from typing import Any
 
-from memory import recompute_plan_of_config
-from planner import StepMemory
 from planner.choose import nested_checkpoint_policies, uniform_policies
 from planner.formulas import recomputed_flops_key
 from planner.op_recorder import Storage
 from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_name_and_kind, read_source_line
 from scripts.style import relative_flops
-from trainer.flags import MAX_COUNT, to_argv, with_flags
+from trainer.flags import MAX_COUNT
 from trainer.metrics import format_bytes
 from trainer.plan import (
     OFFLOAD_POLICY,
+    POLICY_FLAG,
     RESTART_SHARE_OF_FAILED_PEAK,
-    PlanRequest,
-    deeper_policies,
-    policies_to_try,
+    Change,
+    Plan,
+    plans_to_try,
 )
+from trainer.settings import Settings, to_words
 
 STEP = 64  # tokens; the longest sequence is a multiple of this
 TRIES = 6  # lengths to try by linear interpolation, before bisection
@@ -39,243 +38,210 @@ SETTINGS = 5  # rows that --all-knobs prints
 LINES = 10  # lines that --at-peak prints
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One way to run a request, with its simulated step."""
-
-    request: PlanRequest  # its flags select this candidate
-    step: StepMemory
-    seconds: float | None  # of a training step with all micro-batches; None: no card
-    tokens_per_s: float | None  # of all processes
-    fits: bool | None  # in the whole budget; None: unknown
-    fits_safely: bool  # in the budget minus the margin
-    longest: int | None = None  # tokens of the longest sequence that fits; None: not asked
-
-    @property
-    def name(self) -> str:
-        """The policy string."""
-        return self.step.config.recompute
-
-    @property
-    def offloaded(self) -> bool:
-        return recompute_plan_of_config(self.step.config).offload
-
-    @property
-    def largest_batch(self) -> int | None:
-        """Sequences of the largest batch that fits with the margin; None: the budget is unknown.
-        (This simulates some more steps.)"""
-        return (
-            None if self.request.memory_budget.limit_bytes is None else self.request.largest_batch
-        )
-
-    @property
-    def replayed(self) -> float:
-        """Recomputed FLOPs, as a share of the FLOPs of the step without recompute."""
-        args = self.request.args
-        return relative_flops(self.step.config, args.seq_len, args.compile) - 1
-
-    @property
-    def cost(self) -> tuple[float, float]:
-        """Sort key; smaller is better. With a card: (seconds, peak bytes). Without a card:
-        `recomputed_flops_key`."""
-        if self.seconds is None:
-            return recomputed_flops_key(self.step.config, self.step.seq_len)
-        return self.seconds, self.step.peak
-
-    def changes(self, args: argparse.Namespace) -> dict[str, Any]:
-        """Return the flags of this candidate that differ from those in `args`, and always the
-        policy. (--max-position-embeddings is compared only if `args` has --model, which sets it.
-        Without --model it follows --seq-len.)"""
-        wanted = vars(self.request.args)
-        names = ["batch_size", "grad_accum_steps", "seq_len", "mlp_chunks"]
-        names += ["max_position_embeddings"] * bool(args.model)
-        changed = {name: wanted[name] for name in names if wanted[name] != getattr(args, name)}
-        return changed | {"use_activation_checkpoint": self.name}
-
-    def as_json(self, args: argparse.Namespace) -> dict[str, Any]:
-        """Return a row of the JSON file. Its `flags` are `changes(args)` as words of a command
-        line."""
-        step = self.step
-        return {
-            "name": self.name,
-            "policy": self.name,
-            "flags": to_argv(self.changes(args)),
-            "batch_size": step.batch_size,
-            "grad_accum_steps": self.request.args.grad_accum_steps,
-            "seq_len": step.seq_len,
-            "peak_bytes": step.peak,
-            "at_peak": step.bytes_by_kind_at_peak,
-            "where": step.peak_location,
-            "host_bytes": step.host_bytes,
-            "kept_bytes": step.kept,
-            "kept_bytes_per_block": step.kept_per_block,
-            "replayed": self.replayed,
-            "fits": self.fits,
-            "fits_safely": None if self.fits is None else self.fits_safely,
-            "largest_batch": self.largest_batch,
-            "seconds": self.seconds,
-            "tokens_per_s": self.tokens_per_s,
-            "longest_sequence_safely": self.longest,
-        }
+# ---- one plan
 
 
-def candidate_of(request: PlanRequest, **flags: Any) -> Candidate:
-    """Simulate the step of the request with `flags` changed; return it as a candidate."""
-    request = request.with_args(with_flags(request.args, **flags))
-    step, budget, seconds, speed, fits = (
-        request.predicted_step,
-        request.memory_budget,
-        None,
-        None,
-        None,
-    )
-    if request.card:
-        seconds, speed = request.seconds(step), request.tokens_per_s(step)
-    if budget.limit_bytes is not None:
-        fits = step.peak <= budget.limit_bytes and step.host_bytes <= (
-            budget.host_usable_bytes or math.inf
-        )
-    return Candidate(
-        request, step, seconds, speed, fits, bool(fits) and step.peak <= request.usable_bytes
-    )
+def offloads(plan: Plan) -> bool:
+    return plan.settings.recompute_plan.offload
 
 
-# ---- The table
+def fits_tightly(plan: Plan) -> bool | None:
+    """Return whether the step fits in the whole budget, without a margin; None: unknown."""
+    budget, step = plan.memory_budget, plan.step
+    if budget.limit_bytes is None:
+        return None
+    host_bytes = math.inf if budget.host_usable_bytes is None else budget.host_usable_bytes
+    return step.peak <= budget.limit_bytes and step.host_bytes <= host_bytes
 
 
-def policy_table(request: PlanRequest) -> list[Candidate]:
-    """Return a candidate for each policy of `uniform_policies`, and for OFFLOAD_POLICY.
+def fits_safely(plan: Plan) -> bool:
+    """Return whether the step fits in the budget minus the margin."""
+    return bool(fits_tightly(plan)) and plan.peak <= plan.usable_bytes
+
+
+def largest_batch(plan: Plan) -> int | None:
+    """Return the sequences of the largest batch that fits with the margin; None: the budget is
+    unknown."""
+    return None if plan.memory_budget.limit_bytes is None else plan.largest_batch
+
+
+def replayed(plan: Plan) -> float:
+    """Return the recomputed FLOPs, as a share of the FLOPs of the step without recompute."""
+    settings = plan.settings
+    return relative_flops(plan.config, settings.seq_len, settings.compile) - 1
+
+
+def cost(plan: Plan) -> tuple[float, float]:
+    """Return a sort key; smaller is better. With a card: (seconds, peak bytes). Without a card:
+    `recomputed_flops_key`."""
+    if plan.card:
+        return plan.seconds, plan.peak
+    return recomputed_flops_key(plan.config, plan.settings.seq_len)
+
+
+def changes(plan: Plan, settings: Settings) -> Change:
+    """Return the flags of the plan that differ from `settings`, and always the policy.
+    (--max-position-embeddings is compared only with --model, which sets it. Without --model it
+    follows --seq-len.)"""
+    names = ["batch_size", "grad_accum_steps", "seq_len", "mlp_chunks"]
+    names += ["max_position_embeddings"] if settings.model else []
+    wanted = {name: getattr(plan.settings, name) for name in names}
+    changed = {name: v for name, v in wanted.items() if v != getattr(settings, name)}
+    return changed | {POLICY_FLAG: plan.policy}
+
+
+def as_json(plan: Plan, settings: Settings) -> dict[str, Any]:
+    """Return a row of the JSON file. Its `flags` are `changes(plan, settings)` as words of a
+    command line."""
+    step, fits = plan.step, fits_tightly(plan)
+    return {
+        "name": plan.policy,
+        "policy": plan.policy,
+        "flags": to_words(changes(plan, settings)),
+        "batch_size": step.batch_size,
+        "grad_accum_steps": plan.settings.grad_accum_steps,
+        "seq_len": step.seq_len,
+        "peak_bytes": step.peak,
+        "at_peak": step.bytes_by_kind_at_peak,
+        "where": step.peak_location,
+        "host_bytes": step.host_bytes,
+        "kept_bytes": step.kept,
+        "kept_bytes_per_block": step.kept_per_block,
+        "replayed": replayed(plan),
+        "fits": fits,
+        "fits_safely": None if fits is None else fits_safely(plan),
+        "largest_batch": largest_batch(plan),
+        "seconds": plan.seconds if plan.card else None,
+        "tokens_per_s": plan.tokens_per_s if plan.card else None,
+        "longest_sequence_safely": longest_sequence(plan),
+    }
+
+
+# ---- the table
+
+
+def policy_table(plan: Plan, with_nested: bool) -> list[Plan]:
+    """Return the plan with each policy of `uniform_policies`, and with OFFLOAD_POLICY.
 
     If the cheapest policy that fits is a mix of two policies or a nested group (`full/K+nested`),
-    it has a candidate, too. With --longest-sequence, nested groups always have candidates, and
-    `longest` of each candidate is set.
+    it has a row, too. `with_nested`: nested groups always have rows.
     """
-    names = [*uniform_policies(request.planner), OFFLOAD_POLICY]
-    taken = request.step_with_best_policy().config
-    if request.args.longest_sequence:
-        names[-1:-1] = nested_checkpoint_policies(request.args.n_layers)
-    if taken.recompute not in names:
-        plan = recompute_plan_of_config(taken)
-        before = OFFLOAD_POLICY if plan.nested else plan.policies[0]
-        names.insert(names.index(before), taken.recompute)
-    candidates = [candidate_of(request, use_activation_checkpoint=name) for name in names]
-    if request.args.longest_sequence:
-        candidates = [
-            replace(candidate, longest=longest_sequence(candidate.request))
-            for candidate in candidates
-        ]
-    return candidates
+    names = [*uniform_policies(plan.planner), OFFLOAD_POLICY]
+    taken = plan.with_fastest_policy().policy
+    if with_nested:
+        names[-1:-1] = nested_checkpoint_policies(plan.settings.n_layers)
+    if taken not in names:
+        mix = plan.with_policy(taken).settings.recompute_plan
+        before = OFFLOAD_POLICY if mix.nested else mix.policies[0]
+        names.insert(names.index(before), taken)
+    return [plan.with_policy(name) for name in names]
 
 
-def recommend(ways: list[Candidate]) -> Candidate | None:
-    """Return the cheapest candidate that fits with the margin; None if none fits. Offloaded
-    candidates come last, because no predicted time includes their copies."""
-    safe = [candidate for candidate in ways if candidate.fits_safely]
-    return min(safe, key=lambda candidate: (candidate.offloaded, candidate.cost), default=None)
+def recommend(plans: list[Plan]) -> Plan | None:
+    """Return the cheapest plan that fits with the margin; None if none fits. Offloaded plans come
+    last, because no predicted time includes their copies."""
+    safe = [plan for plan in plans if fits_safely(plan)]
+    return min(safe, key=lambda plan: (offloads(plan), cost(plan)), default=None)
 
 
-def format_table(candidates: list[Candidate], taken: Candidate | None) -> str:
-    """Return the candidates in aligned columns; ">" marks `taken`."""
+def format_table(plans: list[Plan], taken: Plan | None) -> str:
+    """Return the plans in aligned columns; ">" marks `taken`."""
     fits = {True: "tight", False: "no", None: "?"}
     lines = []
-    for candidate in candidates:
-        step, largest = candidate.step, candidate.largest_batch
+    for plan in plans:
+        largest, longest = largest_batch(plan), longest_sequence(plan)
         line = {
-            " <": ">" * (candidate is taken),
-            "policy<": candidate.name,
-            "peak>": format_bytes(step.peak),
+            " <": ">" if plan is taken else "",
+            "policy<": plan.policy,
+            "peak>": format_bytes(plan.peak),
         }
-        if candidate.seconds:
-            line |= estimates(candidate, candidates[0])
+        if plan.card:
+            line |= estimates(plan, plans[0])
         else:
             line |= {
-                "where<": step.peak_location,
-                "kept per block>": format_bytes(step.kept_per_block),
-                "extra FLOPs>": f"{candidate.replayed:.1%}",
+                "where<": plan.step.peak_location,
+                "kept per block>": format_bytes(plan.step.kept_per_block),
+                "extra FLOPs>": f"{replayed(plan):.1%}",
             }
-        line["fits<"] = "yes" if candidate.fits_safely else fits[candidate.fits]
+        line["fits<"] = "yes" if fits_safely(plan) else fits[fits_tightly(plan)]
         line["largest batch>"] = "?" if largest is None else f"{largest:,}"
-        if candidate.longest is not None:
-            line["longest sequence>"] = f"{candidate.longest:,}"
+        if longest is not None:
+            line["longest sequence>"] = f"{longest:,}"
         lines.append(line)
     return align(lines)
 
 
-def estimates(candidate: Candidate, first: Candidate) -> dict[str, str]:
+def estimates(plan: Plan, first: Plan) -> dict[str, str]:
     """Return the cells for time and tokens/s; "~" marks them as estimates.
 
     The first row shows its time. The other rows show how much more time they take than the first
-    row. The prediction leaves out the copies of offload, so an offloaded candidate shows bounds,
-    with ">" and "<".
+    row. The prediction leaves out the copies of offload, so an offloaded plan shows bounds, with
+    ">" and "<".
     """
-    time, speed = candidate.seconds or 0, digits(3, candidate.tokens_per_s or 0)
-    more = f"{time / (first.seconds or 1) - 1:+.0%}"
-    if candidate.offloaded:
+    speed = digits(3, plan.tokens_per_s)
+    more = f"{plan.seconds / first.seconds - 1:+.0%}"
+    if offloads(plan):
         return {"time>": f"> {more}", "tokens/s>": f"<{speed}"}
     return {
-        "time>": f"~{format_time(time)}" if candidate is first else more,
+        "time>": f"~{format_time(plan.seconds)}" if plan is first else more,
         "tokens/s>": f"~{speed}",
     }
 
 
-def describe_host(candidate: Candidate) -> str:
-    """Return a line with the CPU memory that all processes of an offloaded candidate pin together.
-    Return "" if the candidate pins no memory, or if its device is the CPU."""
-    processes, host = candidate.request.processes, candidate.step.host_bytes
-    if candidate.request.device.type == "cpu" or not host:
+def describe_host(plan: Plan) -> str:
+    """Return a line with the CPU memory that all processes of an offloaded plan pin together.
+    Return "" if the plan pins no memory, or if its device is the CPU."""
+    processes, host = plan.layout.world_size, plan.step.host_bytes
+    if plan.device.type == "cpu" or not host:
         return ""
-    several = f" in {processes} processes" * (processes > 1)
+    several = f" in {processes} processes" if processes > 1 else ""
     return f"offload  pins {format_bytes(processes * host)} of CPU memory{several}"
 
 
-def if_memory_runs_out(candidate: Candidate | None) -> Iterator[Candidate]:
-    """Yield the candidates that a run falls back to. The run uses the first of them when memory
-    runs out with `candidate`. It uses each later candidate when memory runs out with the candidate
-    before. (With shards, the policy changes only when torchrun restarts the run; its flag is
-    --max-restarts.)"""
-    if (
-        candidate
-        and candidate.longest is None
-        and candidate.request.args.on_out_of_memory == "deeper"
-    ):
-        request, share = (
-            candidate.request,
-            RESTART_SHARE_OF_FAILED_PEAK if candidate.request.shard_degree > 1 else 1,
-        )
-        policies, kind = deeper_policies(request, candidate.name), request.device.type
-        while policies := policies_to_try(policies, kind, share=share):
-            yield candidate_of(request, use_activation_checkpoint=policies[0][0])
+def if_memory_runs_out(plan: Plan | None) -> Iterator[Plan]:
+    """Yield the plans that a run falls back to. The run uses the first of them when memory runs
+    out with `plan`, and each later one when memory runs out with the one before. (With shards, the
+    policy changes only when torchrun restarts the run; its flag is --max-restarts.)"""
+    if plan and longest_sequence(plan) is None and plan.settings.on_out_of_memory == "deeper":
+        share = RESTART_SHARE_OF_FAILED_PEAK if plan.layout.shard_degree > 1 else 1
+        plans = [plan, *plan.deeper()]
+        while plans := plans_to_try(plans, share=share):
+            yield plans[0]
 
 
-# ---- The longest sequence
+# ---- the longest sequence
 
 
-def with_length(args: argparse.Namespace, seq_len: int) -> argparse.Namespace:
-    """Return the flags with sequences of `seq_len` tokens.
+def with_length(settings: Settings, seq_len: int) -> Change:
+    """Return the change to sequences of `seq_len` tokens.
 
     `max_position_embeddings` becomes `seq_len`. But a value that was typed or set by --model is
     never reduced.
     """
-    follows = "max_position_embeddings" not in args.typed and args.model is None
-    positions = 0 if follows else args.max_position_embeddings
-    return with_flags(args, seq_len=seq_len, max_position_embeddings=max(seq_len, positions))
+    follows = "max_position_embeddings" not in settings.typed and settings.model is None
+    positions = 0 if follows else settings.max_position_embeddings
+    return {"seq_len": seq_len, "max_position_embeddings": max(seq_len, positions)}
 
 
-def longest_sequence(request: PlanRequest) -> int:
-    """Return the length, in tokens, of the longest sequence that fits with the margin; 0: none."""
-    args = request.args
+@cache
+def longest_sequence(plan: Plan) -> int | None:
+    """Return the length, in tokens, of the longest sequence that fits with the margin; 0: none;
+    None: without --longest-sequence."""
+    settings = plan.settings
+    if not getattr(settings, "longest_sequence", False):
+        return None
 
     def peak(n: int) -> int:
-        return request.with_args(with_length(args, n * STEP)).predicted_step.peak
+        return plan.with_flags(**with_length(settings, n * STEP)).peak
 
-    if request.state_bytes > request.usable_bytes:
+    if plan.state_bytes > plan.usable_bytes:
         return 0
     # With fused attention, memory depends only on the number of tokens. So the guess is the number
     # of tokens in the largest batch, divided by --batch-size.
-    guess = request.largest_batch * args.seq_len // (args.batch_size * STEP)
-    typed = "max_position_embeddings" in args.typed
-    max_n = (args.max_position_embeddings if typed else MAX_COUNT) // STEP
-    return STEP * most_that_fit(peak, request.state_bytes, request.usable_bytes, guess, max_n)
+    guess = plan.largest_batch * settings.seq_len // (settings.batch_size * STEP)
+    typed = "max_position_embeddings" in settings.typed
+    max_n = (settings.max_position_embeddings if typed else MAX_COUNT) // STEP
+    return STEP * most_that_fit(peak, plan.state_bytes, plan.usable_bytes, guess, max_n)
 
 
 def most_that_fit(
@@ -298,63 +264,50 @@ def most_that_fit(
     return low
 
 
-# ---- The fastest settings (--all-knobs)
+# ---- the fastest settings (--all-knobs)
 
 
-def search_settings(request: PlanRequest) -> list[Candidate]:
-    """Return the micro-batch sizes that divide the number of sequences in a step, each as a
-    candidate with the fastest policy that fits. The fastest candidate comes first. Sizes that do
-    not fit are left out, and so are large sizes that can only be slower. (All candidates give the
-    same training: a step has the same sequences, and policies change no result.)"""
-    typed_size = request.args.batch_size
-    sequences = typed_size * request.args.grad_accum_steps
-    candidates: list[Candidate] = []
+def search_settings(plan: Plan) -> list[Plan]:
+    """Return the plans of the micro-batch sizes that divide the number of sequences in a step, each
+    with the fastest policy that fits, the fastest plan first. Sizes that do not fit are left out,
+    and so are large sizes that can only be slower. (All give the same training: a step has the same
+    sequences, and policies change no result.)"""
+    typed_size = plan.settings.batch_size
+    sequences = typed_size * plan.settings.grad_accum_steps
+    plans: list[Plan] = []
     for size in range(1, sequences + 1):
         if sequences % size:
             continue
         parts = {"batch_size": size, "grad_accum_steps": sequences // size}
-        step = request.with_args(with_flags(request.args, **parts)).step_with_best_policy()
-        if step.peak > request.usable_bytes:
+        fastest = plan.with_flags(**parts).with_fastest_policy()
+        if fastest.peak > plan.usable_bytes:
             break
-        candidates.append(
-            candidate_of(request, **parts, use_activation_checkpoint=step.config.recompute)
-        )
+        plans.append(fastest)
         # All larger sizes are slower, because they recompute more.
-        if size >= typed_size and candidates[-1].cost > min(
-            candidate.cost for candidate in candidates
-        ):
+        if size >= typed_size and cost(fastest) > min(map(cost, plans)):
             break
-    return sorted(candidates, key=lambda candidate: candidate.cost)
+    return sorted(plans, key=cost)
 
 
-def format_settings(settings: list[Candidate]) -> str:
-    """Return the fastest few candidates in aligned columns; ">" marks the first one."""
+def format_settings(plans: list[Plan]) -> str:
+    """Return the fastest few plans in aligned columns; ">" marks the first one."""
     lines = [
         {
-            " <": ">" * (candidate is settings[0]),
-            "a step is<": "{grad_accum_steps} x {batch_size} x {seq_len:,} tokens".format_map(
-                vars(candidate.request.args)
-            ),
-            "policy<": candidate.name,
-            "peak>": format_bytes(candidate.step.peak),
-            "time>": f"~{format_time(candidate.seconds or 0)}",
-            "tokens/s>": f"~{digits(3, candidate.tokens_per_s or 0)}",
+            " <": ">" if plan is plans[0] else "",
+            "a step is<": f"{settings.grad_accum_steps} x {settings.batch_size} x "
+            f"{settings.seq_len:,} tokens",
+            "policy<": plan.policy,
+            "peak>": format_bytes(plan.peak),
+            "time>": f"~{format_time(plan.seconds)}",
+            "tokens/s>": f"~{digits(3, plan.tokens_per_s)}",
         }
-        for candidate in settings[:SETTINGS]
+        for plan in plans[:SETTINGS]
+        for settings in [plan.settings]
     ]
     return align(lines)
 
 
-# ---- The storages alive at the peak
-
-
-def record_step(request: PlanRequest, taken: Candidate | None) -> StepRecord:
-    """Return the record of a step with the typed policy, else with the recommended policy, else
-    without recompute."""
-    policy = request.args.typed_policy
-    if policy is None and taken:
-        request, policy = taken.request, taken.name
-    return request.planner.record(request.args.batch_size, recompute=policy or "none")
+# ---- the storages alive at the peak
 
 
 def at_peak(record: StepRecord) -> list[dict[str, Any]]:

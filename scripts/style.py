@@ -1,6 +1,5 @@
-"""Define the colours, labels and sizes of all pictures and of memory_page's web page, and the flags
-of both. Make the metadata of results (`about`): the command, the device, the torch version and the
-date.
+"""Define the colours, labels and sizes of all pictures and of memory_page's web page. Make the
+metadata of results (`about`): the command, the device, the torch version and the date.
 
 Only load_pyplot imports matplotlib. If matplotlib is missing, the error is one line, not a
 traceback.
@@ -11,7 +10,6 @@ import platform
 import re
 import shlex
 import time
-from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,7 @@ from data.errors import MiniGPTError
 from model import MiniGPTConfig
 from planner.choose import UNIFORM_POLICIES
 from planner.formulas import flops_per_token
-from trainer.flags import build_parser
-from trainer.plan import PlanRequest
+from trainer.plan import Plan
 
 # Name of a policy in pictures and on memory_page's page -> arguments of `Planner.step`.
 POLICIES: dict[str, dict[str, Any]] = {
@@ -55,34 +52,17 @@ LEGEND = {  # kind -> "name: meaning"
 # Web pages show a picture about 830 pixels wide, whatever its own width. With this WIDTH (inches),
 # text of SMALL (points) is then 16 pixels high, like the text around the picture.
 WIDTH, SMALL = 6.4, 9
-# Flags of the trainers that change neither memory nor time of a planned step in one process.
-NO_EFFECT = set(
-    "text_key val_data val_ratio max_tokens data_seed on_out_of_memory num_steps num_tokens "
-    "num_epochs lr min_lr lr_scheduler warmup_steps weight_decay grad_clip_norm seed "
-    "compress_gradients gather_dtype log_interval eval_interval eval_tokens save_interval "
-    "save_minutes checkpoint_path resume sample_tokens log_to profile detect_anomaly".split()
-)
+FLAGS_NOTE = "Takes the trainers' flags; many of them do not change the plan."
 
 
-def step_parser(name: str, description: str) -> ArgumentParser:
-    """Return a parser of the trainers' flags for a script that shows a planned step. --help lists
-    the flags that have an effect; the others are accepted, too, so that a user can paste the flags
-    of a run."""
-    parser = build_parser(f"python -m scripts.{name}", "unused")
-    parser.description = f"{description} Takes the trainers' flags; lists those with an effect."
-    for action in parser._actions:
-        action.help = SUPPRESS if action.dest in NO_EFFECT else action.help
-    return parser
-
-
-def describe(request: PlanRequest, batch: str = "") -> str:
+def describe(plan: Plan, batch: str = "") -> str:
     """Describe a planned step: "124M parameters, batch of 8 x 1,024 tokens, bfloat16 on a GPU"."""
-    millions = request.planner.n_parameters / 1e6
-    batch = batch or f"batch of {request.args.batch_size} x "
+    millions = plan.planner.n_parameters / 1e6
+    batch = batch or f"batch of {plan.settings.batch_size} x "
     size = f"{millions:,.{0 if millions > 10 else 2}f}M parameters"
-    precision = str(request.precision).removeprefix("torch.")
-    device = f"{precision} on a {'CPU' if request.device.type == 'cpu' else 'GPU'}"
-    return f"{size}, {batch}{request.args.seq_len:,} tokens, {device}"
+    precision = str(plan.precision).removeprefix("torch.")
+    device = f"{precision} on a {'CPU' if plan.device.type == 'cpu' else 'GPU'}"
+    return f"{size}, {batch}{plan.settings.seq_len:,} tokens, {device}"
 
 
 def relative_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> float:

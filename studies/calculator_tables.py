@@ -10,7 +10,7 @@ from memory import head
 from memory.policies import POLICIES
 from planner.cards import CARDS, GIB
 from trainer import optimizer
-from trainer.flags import SHAPE_BY_MODEL
+from trainer.settings import SHAPE_BY_MODEL
 
 SCRIPT = Path(__file__).parent.parent / "docs/calculator.js"
 BEGIN, END = "// ---- Tables", "// ---- What"

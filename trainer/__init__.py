@@ -1,16 +1,17 @@
 """Support the training loop of train_minimal.py. You can understand training without these files.
 
+settings.py    define the flags in one table; hold the values of a command line
+plan.py        predict a step's memory and time; suggest a change when the step does not fit
+build.py       make a run of settings and weights, in the same way in all processes
 run.py         hold the state of a run; repeat a step when memory runs out
+flags.py       read the values of flags
 bootstrap.py   prepare a process before `import torch`
-flags.py       define the command line
-setup.py       set up a run in the same way in all processes
 check_model.py compare a changed model.py with and without the techniques of a run
 resume.py      continue a run from a snapshot
 snapshot.py    read and write snapshots; keep the files of different runs apart
 pretrained.py  load trained weights, from a snapshot or from a GPT-2 of transformers
 device.py      choose device and precision; find out how much memory a process may use
 optimizer.py   make the optimizers; decide which parameters each optimizer updates
-plan.py        predict the memory of a step; suggest a change when the step does not fit
 process.py     hold the functions that differ with the number of processes; here for one process
 torchrun.py    connect the processes that torchrun started, and end them together
 shutdown.py    handle signals and errors; choose the exit code

@@ -113,7 +113,7 @@ def compare_steps(model: MiniGPT, process: OneProcess, precision: torch.dtype) -
             "head_loss use --loss-chunks 1; move a change of embed to MiniGPT.forward"
         )
     plain = replace(config, recompute="none", loss_chunks=1, mlp_chunks=1)
-    if process.world_size > 1:
+    if process.layout.world_size > 1:
         check_for_several_processes(model, process, plain, alone)
     if config.mlp_chunks != 1 and (
         wrong := first_difference(alone, partial(saving, config), close)
@@ -144,7 +144,7 @@ def check_for_several_processes(
         drawn = small_step(MiniGPT, plain)["what Python draws next"]
     named, each = [*model.named_parameters()], [w for b in model.blocks for w in b.parameters()]
     unused = [name for name, w in named if w.requires_grad and GRADIENT_OF + name not in alone]
-    scalars, sharded = [name for name, w in named if w.dim() == 0], process.shard_degree > 1
+    scalars, sharded = [name for name, w in named if w.dim() == 0], process.layout.shard_degree > 1
     for wrong, message in (
         (
             reads.read or drawn.item() != random.Random(0).random(),
@@ -152,7 +152,7 @@ def check_for_several_processes(
             "decide otherwise: train_minimal.py can train it",
         ),
         (
-            process.gradients_persist and unused,
+            process.layout.gradients_persist and unused,
             f"{', '.join(unused)} gets no gradient, for which DDP would wait: remove it, or use "
             "train_fsdp.py",
         ),
@@ -167,7 +167,7 @@ def check_for_several_processes(
     ):
         if wrong:
             raise MiniGPTError(f"model.py: {message}")
-    if process.sp_degree == 1:
+    if process.layout.sp_degree == 1:
         return
     ours = replace(plain, dropout=0.0)
     small, ids, labels = small_model_and_batch(MiniGPT, ours)

@@ -9,7 +9,6 @@ recompute of a block, and the head:
                     | block 0 | block 1 | head |  recompute of block 1 | ... of block 0 |
 """
 
-import argparse
 import os
 import time
 import weakref
@@ -30,6 +29,7 @@ from model import Block, MiniGPT
 from .device import is_compiled
 from .metrics import format_bytes
 from .process import OneProcess
+from .settings import Settings
 from .snapshot import SaveError, sibling_path, writing_atomically
 
 # Number of the step whose peak memory is measured. Earlier steps differ from later steps: step 1
@@ -194,7 +194,7 @@ class PeakMemoryClock(StepClock):
         measure = phase == "forward" and self.steps == MEASURED_STEP - 1 and not self.storages.peak
         # Do not measure compiled blocks: a TorchDispatchMode would make them run eagerly. Do not
         # measure a sharded model: the mode does not see how shards are gathered.
-        on_cpu, unsharded = self.process.device.type == "cpu", self.process.shard_degree == 1
+        on_cpu, unsharded = self.process.device.type == "cpu", self.process.layout.shard_degree == 1
         if measure and self.predicted and on_cpu and unsharded and not is_compiled(self.model):
             weights = [*self.model.parameters()]
             gradients = [weight.grad for weight in weights]
@@ -235,7 +235,7 @@ class PeakMemoryClock(StepClock):
 
 
 class ProfilingClock(PeakMemoryClock):
-    """Clock that records `args.profile` steps with torch.profiler, after the first
+    """Clock that records `settings.profile` steps with torch.profiler, after the first
     STEPS_BEFORE_PROFILE steps.
 
     Then it prints the profiler's table of operators, and writes the trace beside the snapshot.
@@ -243,9 +243,12 @@ class ProfilingClock(PeakMemoryClock):
     named range and call the original function. No result changes.
     """
 
-    def __init__(self, args: argparse.Namespace, process: OneProcess, *measured: Any):
+    def __init__(self, settings: Settings, process: OneProcess, *measured: Any):
         super().__init__(process, *measured)
-        self.asked, self.path = args.profile, sibling_path(args.checkpoint_path, ".trace.json")
+        self.asked, self.path = (
+            settings.profile,
+            sibling_path(settings.checkpoint_path, ".trace.json"),
+        )
         self.phase_range, self.model_ranges = ExitStack(), ExitStack()
         # Without this setting Kineto, the library behind torch.profiler, prints lines of its own.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -253,7 +256,7 @@ class ProfilingClock(PeakMemoryClock):
         # across profiling cycles, although there is only one cycle here.
         self.profiler = profile(
             schedule=schedule(
-                wait=STEPS_BEFORE_PROFILE - 1, warmup=1, active=args.profile, repeat=1
+                wait=STEPS_BEFORE_PROFILE - 1, warmup=1, active=settings.profile or 0, repeat=1
             ),
             on_trace_ready=self.report,
             acc_events=True,
@@ -321,7 +324,7 @@ class ProfilingClock(PeakMemoryClock):
         self.process.print0(f"profile  {self.path}: {hint}")
 
 
-def make_clock(args: argparse.Namespace, process: OneProcess, *measured: Any) -> StepClock:
+def make_clock(settings: Settings, process: OneProcess, *measured: Any) -> StepClock:
     """Return the clock of a run: on rank 0 a PeakMemoryClock or, with --profile, a ProfilingClock;
     on all other ranks a StepClock.
 
@@ -330,6 +333,6 @@ def make_clock(args: argparse.Namespace, process: OneProcess, *measured: Any) ->
     """
     if process.rank > 0:
         return StepClock()
-    if args.profile is None:
+    if settings.profile is None:
         return PeakMemoryClock(process, *measured)
-    return ProfilingClock(args, process, *measured)
+    return ProfilingClock(settings, process, *measured)

@@ -1,6 +1,5 @@
 """Choose the device and the precision of a run; find out how much memory a process may use."""
 
-import argparse
 import os
 import warnings
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from model import MiniGPT
 
 from .bootstrap import read_control_groups, read_or_empty
 from .metrics import format_bytes
+from .settings import Settings
 
 GIB = 2**30
 # Kernels for attention while text is generated: all but cuDNN's. cuDNN makes a new graph for each
@@ -52,7 +52,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_precision(
-    args: argparse.Namespace, device: torch.device, native: bool | None = None
+    settings: Settings, device: torch.device, native: bool | None = None
 ) -> torch.dtype:
     """Return the dtype of autocast. float32 means no autocast.
 
@@ -64,11 +64,11 @@ def choose_precision(
     `native`: whether the GPU supports bfloat16 in hardware; None: ask the GPU. Raises MiniGPTError
     for float16 on mps.
     """
-    if args.no_amp:
+    if settings.no_amp:
         return torch.float32
-    if args.amp_dtype == "bfloat16":
+    if settings.amp_dtype == "bfloat16":
         return torch.bfloat16
-    if args.amp_dtype == "float16":
+    if settings.amp_dtype == "float16":
         if device.type == "mps":
             raise MiniGPTError("--amp-dtype float16 needs a GradScaler, which mps lacks: --no-amp")
         return torch.float16
@@ -81,18 +81,18 @@ def choose_precision(
     return torch.float32
 
 
-def check_gather_dtype_flag(args: argparse.Namespace, precision: torch.dtype) -> None:
+def check_gather_dtype_flag(settings: Settings, precision: torch.dtype) -> None:
     """Raise MiniGPTError if --gather-dtype bfloat16 cannot be used, for one of two reasons: the
     blocks compute in another precision, or the gradients of MLP chunks would be added up in
     bfloat16."""
-    if args.gather_dtype == "bfloat16" and precision != torch.bfloat16:
+    if settings.gather_dtype == "bfloat16" and precision != torch.bfloat16:
         raise MiniGPTError(
             f"--gather-dtype bfloat16: blocks compute in {precision} here; --amp-dtype bfloat16 "
             "goes with it, or --gather-dtype float32"
         )
-    if args.gather_dtype == "bfloat16" and args.mlp_chunks != 1:
+    if settings.gather_dtype == "bfloat16" and settings.mlp_chunks != 1:
         raise MiniGPTError(
-            f"--mlp-chunks {args.mlp_chunks}: --gather-dtype bfloat16 would add the chunks' "
+            f"--mlp-chunks {settings.mlp_chunks}: --gather-dtype bfloat16 would add the chunks' "
             "gradients up in bfloat16; --gather-dtype float32 or --mlp-chunks 1"
         )
 

@@ -1,7 +1,6 @@
 """Compute perplexity and peak memory; write log records to metrics.jsonl and to the logger of
 --log-to; format the log line for the user."""
 
-import argparse
 import json
 import math
 import os
@@ -16,6 +15,7 @@ import torch
 
 from data.errors import MiniGPTError
 
+from .settings import Settings
 from .snapshot import SaveError, State, describe_save_error, sibling_path, writing_atomically
 
 
@@ -198,7 +198,7 @@ def finish_wandb() -> None:
 LOGGER_OPENERS = {"tensorboard": open_tensorboard, "wandb": open_wandb}
 
 
-def open_external_logger(args: argparse.Namespace, identity: State, step: int, say: Say) -> Write:
+def open_external_logger(settings: Settings, identity: State, step: int, say: Say) -> Write:
     """Return the writer for the logger of --log-to. The writer logs all finite numbers of a record.
 
     `step`: the last step that is done. `say`: prints a line. The network, the disk or the service
@@ -214,7 +214,7 @@ def open_external_logger(args: argparse.Namespace, identity: State, step: int, s
         except Exception as error:
             log = None
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            say(f"warning  --log-to {args.log_to} ended ({reason}); metrics.jsonl goes on")
+            say(f"warning  --log-to {settings.log_to} ended ({reason}); metrics.jsonl goes on")
 
     def write(record: LogRecord) -> None:
         numbers = {
@@ -225,7 +225,7 @@ def open_external_logger(args: argparse.Namespace, identity: State, step: int, s
         if log:
             attempt(log, numbers, record["step"])
 
-    log = attempt(LOGGER_OPENERS[args.log_to], args.checkpoint_path, identity, step, say)
+    log = attempt(LOGGER_OPENERS[settings.log_to], settings.checkpoint_path, identity, step, say)
     return write
 
 

@@ -5,7 +5,6 @@ gradient, torch's AdamW stores 8 bytes per parameter. No recompute policy can fr
 `LeanOptimizer` stores fewer bytes per parameter, or only this process's shard of them.
 """
 
-import argparse
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from model import MiniGPT
+
+from .settings import Settings
 
 BETAS, EPS = (0.9, 0.95), 1e-8  # for AdamW; the second beta is GPT-3's
 MOMENTUM = 0.95  # for Muon
@@ -43,7 +44,7 @@ PADDING_MULTIPLE = 64
 
 def make_optimizer(
     model: MiniGPT,
-    args: argparse.Namespace,
+    settings: Settings,
     device: torch.device,
     precision: torch.dtype,
     sharded: bool = False,
@@ -60,7 +61,7 @@ def make_optimizer(
     matmuls. `sharded`: the parameters are this process's rows of sharded parameters, as plain
     tensors (the planner has no DTensors).
     """
-    muon = args.optimizer == "muon"
+    muon = settings.optimizer == "muon"
     matrices, decayed, undecayed = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
@@ -70,21 +71,21 @@ def make_optimizer(
         else:
             decayed.append(parameter)
     groups: Groups = [
-        {"params": decayed, "weight_decay": args.weight_decay},
+        {"params": decayed, "weight_decay": settings.weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
     ]
-    moments = getattr(torch, args.moments_dtype)
+    moments = getattr(torch, settings.moments_dtype)
     unsharded = not (sharded or any(map(is_sharded, model.parameters())))
     if not muon and moments == torch.float32 and unsharded:
-        return torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, eps=EPS, fused=True)
+        return torch.optim.AdamW(groups, lr=settings.lr, betas=BETAS, eps=EPS, fused=True)
     if muon:
-        groups.append({"params": matrices, "weight_decay": args.weight_decay, "rule": "muon"})
+        groups.append({"params": matrices, "weight_decay": settings.weight_decay, "rule": "muon"})
     # Muon does many matmuls. bfloat16 has a third of the digits of float32, which is enough for
     # these matmuls (Jordan, 2024). But some hardware only emulates bfloat16. So Muon's matmuls are
     # in bfloat16 only if the model's matmuls are, and else in float32.
     products = torch.bfloat16 if precision == torch.bfloat16 else torch.float32
     lanes = PADDING_MULTIPLE if device.type == "cpu" else 1
-    return LeanOptimizer(groups, args.lr, lanes, moments, products)
+    return LeanOptimizer(groups, settings.lr, lanes, moments, products)
 
 
 class LeanOptimizer(torch.optim.Optimizer):
@@ -318,9 +319,9 @@ def initial_param_state(
     return state
 
 
-def optimizer_name(args: argparse.Namespace) -> str:
+def optimizer_name(settings: Settings) -> str:
     """Return the name of the optimizer, in words for the user."""
-    return {"adamw": "AdamW", "muon": "Muon and AdamW"}[args.optimizer]
+    return {"adamw": "AdamW", "muon": "Muon and AdamW"}[settings.optimizer]
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Tensor:

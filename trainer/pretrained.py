@@ -7,7 +7,6 @@ that MiniGPT cannot compute is rejected (see `SUPPORTED_GPT2_SETTINGS`). To read
 package safetensors is needed, but not transformers.
 """
 
-import argparse
 import json
 import os
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from planner.formulas import count_parameters
 
 from .flags import MAX_SIZES, flag, is_valid_model_size
 from .optimizer import ShardLikeFn
+from .settings import S
 from .snapshot import LoadedSnapshot, SnapshotError, check_shapes, peek, read_snapshot
 
 # Fields (flags, too) whose values come from the config of the weights.
@@ -307,40 +307,38 @@ def load_model_and_tokenizer(path: Path, device: torch.device) -> tuple[MiniGPT,
     return source.make_model_with_weights(device), source.tokenizer
 
 
-def open_init_from(args: argparse.Namespace) -> Pretrained | None:
-    """Return the weights that --init-from names; None without --init-from. In `args`, set the flags
-    that must agree with the weights: shape and tokenizer.
+def open_init_from(settings: S) -> tuple[Pretrained | None, S]:
+    """Return the weights that --init-from names, and the settings with the flags that must agree
+    with them: shape and tokenizer. Without --init-from, return (None, settings).
 
     Raises MiniGPTError if the weights cannot be loaded, or if a typed flag contradicts them.
     """
-    if args.init_from is None:
-        return None
+    if settings.init_from is None:
+        return None, settings
     try:
-        source = open_pretrained(args.init_from)
+        source = open_pretrained(settings.init_from)
     except (DataError, SnapshotError) as error:
         raise MiniGPTError(f"--init-from: {error}") from None
     config, tokenizer, toy = source.config, source.tokenizer, source.tokenizer.name == "toy"
     required: dict[str, Any] = {name: getattr(config, name) for name in SHAPE_FIELD_NAMES}
     required |= {"tokenizer_name": tokenizer.name, "use_toy_data": toy}
-    if toy or tokenizer.name == "bpe" or "vocab_size" in args.typed:
+    if toy or tokenizer.name == "bpe" or "vocab_size" in settings.typed:
         required["vocab_size"] = config.vocab_size
     for name, value in required.items():
-        typed = getattr(args, name)
-        if name in args.typed and typed != value:
+        typed = getattr(settings, name)
+        if name in settings.typed and typed != value:
             raise MiniGPTError(
                 f"{flag(name)} {typed}: --init-from {source.path} has {value}; leave it out"
             )
-        setattr(args, name, value)
-    if "seq_len" not in args.typed:
-        args.seq_len = config.max_position_embeddings
-    if args.seq_len > config.max_position_embeddings:
+    longest = config.max_position_embeddings
+    required["seq_len"] = settings.seq_len if "seq_len" in settings.typed else longest
+    if required["seq_len"] > longest:
         raise MiniGPTError(
-            f"--seq-len {args.seq_len}: --init-from {source.path} has "
-            f"{config.max_position_embeddings:,} positions, and cannot see further"
+            f"--seq-len {settings.seq_len}: --init-from {source.path} has {longest:,} positions, "
+            "and cannot see further"
         )
-    # Count these flags as typed, as --model does, so that nothing else changes them.
-    args.typed = args.typed | required.keys() | {"seq_len"}
-    return source
+    # These flags count as typed, as with --model, so that nothing else changes them.
+    return source, settings.replace(**required, typed=settings.typed | required.keys())
 
 
 def read_vocab_size(path: Path) -> int:

@@ -5,13 +5,12 @@ need a connection to other processes. DDPProcess (train_ddp.py) and FSDPProcess 
 override those that depend on what a process holds of the model.
 """
 
-import argparse
 import os
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +19,19 @@ from tqdm import tqdm
 from data.errors import MiniGPTError
 from memory import MemorySavingGPT
 from model import MiniGPT, MiniGPTConfig
+from planner import Layout
 
 from .device import choose_device
+from .settings import Settings
 
 T = TypeVar("T")
+ONE_PROCESS = Layout()
 
 
 class OneProcess:
     """One process with one device. Each object of a subclass is one of several processes."""
 
     script = "train_minimal.py"
-    rank, world_size = 0, 1
-    gradients_persist = False  # gradients stay allocated after the update (the planner reads this)
     has_own_recompute_policy = True  # each process may have its own recompute policy
     # True with DDP, which sends gradients during backward. So a backward that runs out of memory
     # cannot be repeated. Therefore each of the first steps begins with a trial, which sends no
@@ -39,21 +39,17 @@ class OneProcess:
     # sends nothing, and with FSDP: its forward exchanges weights, so even a trial could not be
     # repeated, and would not help.
     rehearses_first_steps = False
-    local_world_size = 1  # number of processes on this machine
-    # Number of processes that share weights, gradients and moments (the planner reads this, too).
-    shard_degree = 1
-    sp_degree = 1  # number of processes that share each sequence, each with some of its tokens
 
-    def __init__(self, device: torch.device):
-        """Set up a process that computes on `device`."""
-        self.device = device
+    def __init__(self, device: torch.device, layout: Layout = ONE_PROCESS):
+        """Set up a process that computes on `device`. `layout`: what the processes share."""
+        self.device, self.layout = device, layout
         # The command that started this process, without flags, and with the script as it was typed
         typed = sys.argv[0] if os.path.basename(sys.argv[0]) == self.script else self.script
         self.command: tuple[str, ...] = ("python", typed)
         self.run_id = uuid.uuid4().hex  # a run recognises its own snapshots by this id
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace) -> "OneProcess":
+    def from_settings(cls, settings: Settings) -> "OneProcess":
         """Return a process with the device that --device names.
 
         Raises MiniGPTError if there is no such device, or if torchrun started several processes.
@@ -63,17 +59,16 @@ class OneProcess:
                 "torchrun starts train_ddp.py, train_fsdp.py or train_sp.py; this is for one "
                 f"process, but WORLD_SIZE is {os.environ['WORLD_SIZE'][:40]}"
             )
-        return cls(choose_device(args.device))
+        return cls(choose_device(settings.device))
 
     @property
-    def replicas(self) -> int:
-        """Number of micro-batches that are computed at the same time."""
-        return self.world_size // self.sp_degree
+    def rank(self) -> int:
+        return self.layout.rank
 
     @property
     def processes_on_device(self) -> int:
         """Number of processes that share the memory of this process's device."""
-        return self.local_world_size if self.device.type == "cpu" else 1
+        return self.layout.local_world_size if self.device.type == "cpu" else 1
 
     def init_process_group(self) -> None:
         """Connect to the other processes. Call this after the flags of this process are checked.
@@ -147,9 +142,9 @@ class OneProcess:
     def free_or_zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the gradients of a step that will be repeated.
 
-        If `gradients_persist`, set them to zero instead.
+        If they persist (DDP's buckets), set them to zero instead.
         """
-        optimizer.zero_grad(set_to_none=not self.gradients_persist)
+        optimizer.zero_grad(set_to_none=not self.layout.gradients_persist)
 
     def can_retry_alone(self) -> bool:
         """Return True if this process can repeat forward and backward without other processes."""
@@ -166,7 +161,7 @@ class OneProcess:
         return ""
 
     def sum_over_replicas(self, values: list[float]) -> list[float]:
-        """Return the sum of each value over all replicas (see `replicas`)."""
+        """Return the sum of each value over all replicas (see `Layout`)."""
         return [sum(column) for column in zip(*self.all_gather_object(values), strict=True)]
 
     def all_reduce_max(self, values: list[int]) -> list[int]:
@@ -183,6 +178,10 @@ class OneProcess:
         Raises the errors of `run_on_all_ranks`, on all ranks.
         """
         return self.run_on_all_ranks(act if self.rank == 0 else lambda: None)
+
+    def from_rank0(self, act: Callable[[], T]) -> T:
+        """Return what `act` returns on rank 0, on all ranks. Raises as `run_on_all_ranks`."""
+        return cast(T, self.all_gather_object(self.run_on_rank0_only(act))[0])
 
     def run_on_all_ranks(self, act: Callable[[], T]) -> T:
         """Call `act` on every rank; return the result of this rank's call.
@@ -220,7 +219,8 @@ class OneProcess:
 
     def print_rank(self, line: str) -> None:
         """Print a line about this process alone. With several processes, add its rank."""
-        OneProcess.print0(self, f"{line} (rank {self.rank})" if self.world_size > 1 else line)
+        which = f" (rank {self.rank})" if self.layout.world_size > 1 else ""
+        OneProcess.print0(self, line + which)
 
     def showing_message(self, message: str) -> AbstractContextManager[Any]:
         """Return a context for a long task; a terminal shows `message` until the context ends."""

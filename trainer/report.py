@@ -17,7 +17,6 @@ from model import MiniGPTConfig
 
 from .bootstrap import ALLOCATOR_VARIABLES
 from .device import GENERATION_KERNELS
-from .flags import to_argv, tokens_per_step
 from .metrics import (
     format_bytes,
     format_line,
@@ -30,6 +29,7 @@ from .metrics import (
 from .pretrained import Pretrained, SnapshotOrPretrained
 from .resume import data_changed, describe_each_change, validation_key
 from .run import Run
+from .settings import to_words
 from .snapshot import LoadedSnapshot, archived_path, files_of_run, sibling_path
 
 MAX_SILENCE_SECONDS = 30  # seconds; longest time without a log line if there is no progress bar
@@ -50,33 +50,35 @@ def describe_run(run: Run, plan: str, origin: SnapshotOrPretrained) -> str:
     `plan`: text about the memory of a step. `origin`: the snapshot or the pretrained weights from
     which the run starts; None: random weights.
     """
-    args, config, process = run.args, run.model.config, run.process
+    settings, config, process = run.settings, run.model.config, run.process
     n_parameters = sum(p.numel() for p in run.model.parameters())
-    epochs = run.training_batches.epochs_before(args.num_steps * run.global_micro_batches_per_step)
-    tokens = args.num_steps * tokens_per_step(args, process.replicas)
+    epochs = run.training_batches.epochs_before(
+        settings.num_steps * run.global_micro_batches_per_step
+    )
+    tokens = settings.num_steps * settings.tokens_per_step(process.layout.replicas)
     lines = [
         f"data     {run.data.description}",
         f"model    {n_parameters:,} parameters: {describe_model(config)}",
-        f"device   {process.world_size} x {describe_device(run)}",
-        f"batch    {run.global_micro_batches_per_step} x {args.batch_size} sequences of "
-        f"{args.seq_len} tokens a step, {args.num_steps:,} steps, {tokens:,} tokens, "
+        f"device   {process.layout.world_size} x {describe_device(run)}",
+        f"batch    {run.global_micro_batches_per_step} x {settings.batch_size} sequences of "
+        f"{settings.seq_len} tokens a step, {settings.num_steps:,} steps, {tokens:,} tokens, "
         f"{epochs:.2f} epochs",
         f"memory   {plan}",
     ]
     if isinstance(origin, Pretrained):
         lines.insert(2, f"weights  {origin.path}, {origin.description}")
     on_cpu = process.device.type == "cpu"
-    if on_cpu and config.vocab_size == 50257 and args.tokenizer_name is None:
+    if on_cpu and config.vocab_size == 50257 and settings.tokenizer_name is None:
         lines.append(
             "note     GPT-2's vocabulary makes a small model about 15 times slower on a CPU: "
             "--tokenizer-name bpe trains one on your text"
         )
-    if on_cpu and args.device == "auto" and torch.version.cuda:
+    if on_cpu and settings.device == "auto" and torch.version.cuda:
         lines.append(
             f"note     PyTorch, built for CUDA {torch.version.cuda}, finds no GPU: if there is "
             "one, is its driver new enough (see nvidia-smi)? --device cpu hides this note"
         )
-    if args.compile:
+    if settings.compile:
         lines.append("compile  the first step waits for the compiler, a minute or more")
     more = (
         resume_lines(run, origin) if isinstance(origin, LoadedSnapshot) else archive_note_lines(run)
@@ -99,7 +101,7 @@ def describe_device(run: Run) -> str:
             f" ({threads} thread{'s' * (threads > 1)}; "
             "another number of threads rounds sums differently)"
         )
-    in_tf32 = run.args.tf32 and device.type == "cuda" and run.precision == torch.float32
+    in_tf32 = run.settings.tf32 and device.type == "cuda" and run.precision == torch.float32
     precision = str(run.precision).removeprefix("torch.") + ", matmuls in TF32" * in_tf32
     return f"{device.type}{hardware}, {precision}"
 
@@ -107,7 +109,7 @@ def describe_device(run: Run) -> str:
 def archive_note_lines(run: Run) -> list[str]:
     """Return a list with one line: the new name of the files that an older run has left at the same
     path. Return [] if there is no older run."""
-    path = run.args.checkpoint_path
+    path = run.settings.checkpoint_path
     archived = archived_path(path)
     if archived is None:
         return []
@@ -124,7 +126,7 @@ def resume_lines(run: Run, origin: LoadedSnapshot) -> list[str]:
     lines = [f"resume   {origin.fallback_reason}"] if origin.fallback_reason else []
     lines.append(f"resume   {origin.path}, step {run.step:,}")
     saved, now = origin.state, run.snapshot_metadata
-    if run.step < run.args.num_steps:  # with no step left, no change has an effect
+    if run.step < run.settings.num_steps:  # with no step left, no change has an effect
         if changed := describe_each_change(saved, now):
             lines.append(f"resume   changed, from here on: {', '.join(changed)}")
         if data_changed(saved, now):
@@ -133,7 +135,7 @@ def resume_lines(run: Run, origin: LoadedSnapshot) -> list[str]:
                 "and their order may be others from here on"
             )
     if validation_key(saved) != validation_key(now):
-        best = sibling_path(run.args.checkpoint_path, ".best.pt")
+        best = sibling_path(run.settings.checkpoint_path, ".best.pt")
         lines.append(
             "resume   the validation windows are others than before: the next validation loss "
             f"counts as the lowest so far and replaces {best}"
@@ -144,9 +146,9 @@ def resume_lines(run: Run, origin: LoadedSnapshot) -> list[str]:
 def resume_command(run: Run, path: Path | None = None) -> str:
     """Return the command that resumes from the snapshot `path`, by default from the run's own
     snapshot. The command needs no other flags."""
-    if path is None and "checkpoint_path" in run.args.typed:
-        path = run.args.checkpoint_path
-    return shlex.join([*run.process.command, "--resume", *to_argv({"checkpoint_path": path})])
+    if path is None and "checkpoint_path" in run.settings.typed:
+        path = run.settings.checkpoint_path
+    return shlex.join([*run.process.command, "--resume", *to_words({"checkpoint_path": path})])
 
 
 def generate_command(run: Run) -> str:
@@ -156,7 +158,7 @@ def generate_command(run: Run) -> str:
     tool = (
         [os.path.join(folder, "scripts", "generate.py")] if folder else ["-m", "scripts.generate"]
     )
-    flags = to_argv({"checkpoint_path": run.args.checkpoint_path})
+    flags = to_words({"checkpoint_path": run.settings.checkpoint_path})
     return shlex.join(["python", *tool, *flags])
 
 
@@ -167,7 +169,7 @@ def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, A
     `losses`: this process's losses, (micro-batches,). `grad_norm`: a scalar. All processes must
     call this together.
     """
-    args, process, clock = run.args, run.process, run.clock
+    settings, process, clock = run.settings, run.process, run.clock
     # The mean loss over all micro-batches of all processes. The update of this step uses the
     # gradient of this mean. `losses.tolist()` waits for the GPU, so the times below include the
     # GPU's work.
@@ -182,10 +184,10 @@ def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, A
         "grad_norm": grad_norm.item(),
         "step_ms": 1000 * seconds,
         "tokens_per_s": run.global_micro_batches_per_step
-        * args.batch_size
-        * args.seq_len
+        * settings.batch_size
+        * settings.seq_len
         / seconds,
-        "eta_s": (args.num_steps - run.step) * seconds,
+        "eta_s": (settings.num_steps - run.step) * seconds,
         **peak_memory_fields(process.device),
         "recompute": run.model.config.recompute,
     }
@@ -197,7 +199,7 @@ def write_and_print_record(run: Run, record: dict[str, Any]) -> None:
     for write in run.metric_writers:
         write(record)
     run.unlogged_record = {}
-    run.process.print0(format_line(record, run.args.num_steps))
+    run.process.print0(format_line(record, run.settings.num_steps))
     run.last_log_time = time.perf_counter()
 
 
@@ -208,7 +210,7 @@ def is_log_overdue(run: Run) -> bool:
     Only rank 0 decides this; other ranks return False. With --log-interval 0 the result is always
     False.
     """
-    if run.process.rank > 0 or sys.stderr.isatty() or run.args.log_interval == 0:
+    if run.process.rank > 0 or sys.stderr.isatty() or run.settings.log_interval == 0:
         return False
     next_line = time.perf_counter() + run.clock.seconds_per_step()
     return next_line - run.last_log_time > MAX_SILENCE_SECONDS
@@ -233,9 +235,9 @@ def describe_recent_loss(run: Run, record: dict[str, Any]) -> str:
 def sample_text(run: Run) -> str:
     """Return a document that the model generates; "" with --sample-tokens 0. The same run always
     generates the same text, because the random generator is seeded with --seed."""
-    if run.args.sample_tokens == 0:
+    if run.settings.sample_tokens == 0:
         return ""
-    torch.manual_seed(run.args.seed)
+    torch.manual_seed(run.settings.seed)
     start = torch.tensor([[run.data.tokenizer.eot_id]], device=run.process.device)
     # Run eagerly, because compiled blocks would be compiled again for each length of the text.
     with (
@@ -243,7 +245,7 @@ def sample_text(run: Run) -> str:
         torch.compiler.set_stance("force_eager"),
         sdpa_kernel(GENERATION_KERNELS),
     ):
-        ids = run.model.generate(start, run.args.sample_tokens, temperature=0.8, top_k=40)
+        ids = run.model.generate(start, run.settings.sample_tokens, temperature=0.8, top_k=40)
     return run.data.tokenizer.decode(ids[0, 1:].tolist())
 
 
@@ -271,12 +273,12 @@ def describe_result(
     `record`: the last log record. `sample`: generated text, or "". `seconds_before`: time before
     the first step. `seconds`: total time. All processes must call this together.
     """
-    args = run.args
-    tokens = tokens_per_step(args, run.process.replicas)
+    settings = run.settings
+    tokens = settings.tokens_per_step(run.process.layout.replicas)
     speed = f"{run.clock.steps_per_second() * tokens:,.0f} tokens/s"
     usage = peak_memory_fields(run.process.device)
     peak = f"{format_bytes(usage['peak_memory_bytes'] or 0)} ({usage['peak_memory_kind']})"
-    best = sibling_path(args.checkpoint_path, ".best.pt")
+    best = sibling_path(settings.checkpoint_path, ".best.pt")
     lines = [
         "",
         f"train    {describe_recent_loss(run, record)}",
@@ -285,7 +287,8 @@ def describe_result(
         *([f"speed    {speed}"] if run.clock.steps else []),
         f"memory   peak {peak}{describe_out_of_memory_retries(run)}",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
-        f"saved    {args.checkpoint_path}" + f", lowest validation loss: {best}" * best.exists(),
+        f"saved    {settings.checkpoint_path}"
+        + f", lowest validation loss: {best}" * best.exists(),
         f"next     {generate_command(run)}",
     ]
     if sample:

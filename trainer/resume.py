@@ -1,35 +1,18 @@
 """Resume a run from a snapshot: find the file, restore flags and state, check what has changed
 since the save."""
 
-import argparse
 import os
+from argparse import ArgumentTypeError
 from pathlib import Path
-from typing import NoReturn
 
 import torch
+from torch import nn
 
-from .flags import RUN_LENGTH_FLAGS, as_argv, build_parser, flag, to_argv
+from .flags import flag
 from .optimizer import restore_optimizer
-from .run import Run
+from .process import OneProcess
+from .settings import ROWS, Rule, S, Settings, check_saved_value, names_with
 from .snapshot import LoadedSnapshot, SnapshotError, State, peek, read_snapshot, sibling_path
-
-# Flags that must not change when a run resumes. They decide the model's shape, the random numbers,
-# the optimizer and the tokens. (`check_resumable` checks the data and the batch.)
-FIXED_FLAGS = (
-    "n_layers n_heads d_model d_ff seq_len max_position_embeddings dropout seed data_seed "
-    "optimizer tokenizer_name vocab_size use_toy_data"
-).split()
-# Flags that choose the data of a run.
-DATA_FLAGS = (
-    "train_data val_data val_ratio text_key tokenizer_name vocab_size use_toy_data max_tokens"
-).split()
-# Flag -> flags that it replaces. If the flag is typed now, the snapshot's values of the replaced
-# flags are dropped.
-DROPPED_IF_TYPED = {
-    "amp_dtype": ["no_amp"],
-    "no_amp": ["amp_dtype"],
-    **dict.fromkeys(RUN_LENGTH_FLAGS, RUN_LENGTH_FLAGS),
-}
 
 
 def load_newest(path: Path) -> LoadedSnapshot:
@@ -74,32 +57,30 @@ def load_own_run(path: Path, run_id: str) -> LoadedSnapshot | None:
     return load_newest(path) if any(of_run) else None
 
 
-def restore_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
-    """Set in `args` the flags that were typed for the resumed run. Flags that are typed now keep
-    their new values. All other flags follow from the typed flags.
+def with_saved_flags(settings: S, resumed: LoadedSnapshot) -> S:
+    """Return the settings of a resumed run: the flags that were typed for it, and those typed now,
+    which win. All other flags follow from these.
 
-    Raises SnapshotError if the parser rejects a flag of the snapshot, or reads another value.
+    Raises SnapshotError for a strange flag in the snapshot.
     """
-
-    def refuse(message: str) -> NoReturn:
-        """Raise SnapshotError where the parser would print the error and exit."""
-        reason = message.removeprefix("argument ")
-        raise SnapshotError(f"{resumed.path} is no MiniGPT snapshot (of its flags, {reason})")
-
-    restored = {name: resumed.state["args"][name] for name in resumed.state["typed"]}
-    for name in (*args.typed, "resume", "checkpoint_path"):
-        for replaced in (name, *DROPPED_IF_TYPED.get(name, ())):
-            restored.pop(replaced, None)
-    parser = build_parser("", str(args.checkpoint_path))
-    parser.error = refuse  # type: ignore[method-assign]
-    vars(args).update(vars(parser.parse_args(to_argv(restored) + as_argv(args))))
-    for name, value in restored.items():
-        if value is None or str(getattr(args, name)) != str(value):
-            refuse(f"{flag(name)} is {value}")
+    saved = {name: resumed.state["args"][name] for name in resumed.state["typed"]}
+    for name in (*settings.typed, *names_with(Rule.THIS_START)):
+        for replaced in (name, *ROWS[name]["replaces"]):
+            saved.pop(replaced, None)
+    try:
+        for name, value in saved.items():
+            check_saved_value(name, value)
+    except (ValueError, LookupError, TypeError, ArgumentTypeError) as error:
+        raise SnapshotError(
+            f"{resumed.path} is no MiniGPT snapshot (of its flags, {error})"
+        ) from None
+    typed = {name: getattr(settings, name) for name in settings.typed}
+    path = settings.checkpoint_path  # this trainer's default, if it is not typed
+    return type(settings).from_typed({**saved, **typed}, checkpoint_path=path)
 
 
-def check_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
-    """Raise SnapshotError if a flag in FIXED_FLAGS has another value than in the resumed
+def check_fixed_flags(settings: Settings, resumed: LoadedSnapshot) -> None:
+    """Raise SnapshotError if a flag that may not change has another value than in the resumed
     snapshot."""
     state = resumed.state
     # For these two flags, two values are valid: the value that was typed for the old run, and the
@@ -108,8 +89,8 @@ def check_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
         "tokenizer_name": state["tokenizer"].get("name"),
         "vocab_size": state["config"].get("vocab_size"),
     }
-    for name in FIXED_FLAGS:
-        before, after = state["args"].get(name), getattr(args, name)
+    for name in names_with(Rule.FIXED):
+        before, after = state["args"].get(name), getattr(settings, name)
         if name in state["args"] and after not in (before, resolved.get(name, before)):
             raise SnapshotError(
                 f"{flag(name)}: {resumed.path} was trained with "
@@ -121,17 +102,18 @@ def check_flags(args: argparse.Namespace, resumed: LoadedSnapshot) -> None:
 def check_resumable(saved: State, now: State, path: Path) -> None:
     """Raise SnapshotError if a run cannot resume because its data or its batch has changed.
 
-    `saved`: state of the snapshot at `path`. `now`: result of `setup.make_snapshot_metadata` for
+    `saved`: state of the snapshot at `path`. `now`: result of `build.make_snapshot_metadata` for
     this run.
 
     The following may change: flags that only decide how memory is used (they change no result), the
     learning rate, the number of steps, and the intervals of logs, evaluations and saves. The number
     of processes may change if the batch of all processes together stays the same. The text in the
     data files may change if the data flags still name the same files; then the run prints that the
-    data changed. (`check_flags` checks all other flags that must not change, such as the model's
-    shape.)
+    data changed. (`check_fixed_flags` checks all other flags that must not change, such as the
+    model's shape.)
     """
-    changed = [name for name in DATA_FLAGS if saved["args"].get(name) != now["args"][name]]
+    names = names_with(Rule.DATA)
+    changed = [name for name in names if saved["args"].get(name) != now["args"][name]]
     if data_changed(saved, now) and changed:
         raise SnapshotError(
             f"--train-data: {path} was trained on {saved['data'].get('description')}, this run "
@@ -169,14 +151,14 @@ def describe_each_change(saved: State, now: State) -> list[str]:
     """Return the allowed changes of flags, as text such as `--lr 0.001 -> 0.0001`, and a change of
     the number of CPU threads.
 
-    Of the flags that set the run's length, only --num-steps is listed.
+    A flag that stands for others is not listed: of the run's length only --num-steps.
     """
     before, after = saved["args"], now["args"]
-    unlisted = {"resume", "checkpoint_path", "model", "num_tokens", "num_epochs"}
+    unlisted = names_with(Rule.SHORTHAND) + names_with(Rule.THIS_START)
     rows = [
         f"{flag(name)} {format_typed_value(before[name])} -> {format_typed_value(after[name])}"
         for name in after
-        if name in before.keys() - unlisted and before[name] != after[name]
+        if name in before.keys() - {*unlisted} and before[name] != after[name]
     ]
     threads = saved.get("threads"), now["threads"]
     if None not in threads and threads[0] != threads[1]:
@@ -192,18 +174,24 @@ def format_typed_value(value: object) -> str:
 
 
 @torch.no_grad()
-def restore_model_and_optimizer(resumed: LoadedSnapshot, run: Run) -> None:
-    """Copy weights, moments and loss scale from a snapshot into `run`.
+def restore_model_and_optimizer(
+    resumed: LoadedSnapshot,
+    process: OneProcess,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> None:
+    """Copy weights, moments and loss scale from a snapshot.
 
-    Raises SnapshotError if the snapshot does not fit the model or the optimizer of `run`.
+    Raises SnapshotError if the snapshot does not fit the model or the optimizer.
     """
-    state, shard_like = resumed.state, run.process.shard_like
+    state, shard_like = resumed.state, process.shard_like
     try:
-        for name, weight in run.model.state_dict().items():
+        for name, weight in model.state_dict().items():
             weight.copy_(shard_like(state["model"][name], weight))
-        restore_optimizer(run.optimizer, state["optimizer"], shard_like)
+        restore_optimizer(optimizer, state["optimizer"], shard_like)
         # (The scaler's state is empty if the saved run had another precision.)
-        if run.scaler.is_enabled() and (state["scaler"] or state["args"]["amp_dtype"] == "float16"):
-            run.scaler.load_state_dict(state["scaler"])
+        if scaler.is_enabled() and (state["scaler"] or state["args"]["amp_dtype"] == "float16"):
+            scaler.load_state_dict(state["scaler"])
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError):
         raise SnapshotError(f"{resumed.path} does not fit this model: is it damaged?") from None

@@ -1,11 +1,10 @@
 """Hold the state of a training run and save it; repeat a step that runs out of memory."""
 
-import argparse
 import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,8 +21,9 @@ from memory import MemorySavingGPT
 
 from .clocks import StepClock
 from .metrics import Write, format_bytes
-from .plan import PolicyPeak, policies_to_try
+from .plan import Plan, plans_to_try
 from .process import OneProcess
+from .settings import Settings
 from .snapshot import State, save_snapshot
 
 # Number of steps at the start of a DDP run that are rehearsed: each is first run once without
@@ -38,6 +38,15 @@ RESERVE_BYTES = 8 * 2**20
 LITTLE_FREE_BYTES = 256 * 2**20
 
 
+def make_scaler(device: torch.device, precision: torch.dtype) -> torch.amp.GradScaler:
+    """Return the loss scaler of a run, which does something with float16 only."""
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == torch.float16)
+    # The scaler allocates its tensors when it is first used. Use it now, because in a step this
+    # allocation could run out of memory.
+    scaler.scale(torch.zeros((), device=device))
+    return scaler
+
+
 class StoppedBySignal(Exception):
     """Raised on all processes if a signal asked one of them to stop during an evaluation."""
 
@@ -46,16 +55,24 @@ class StoppedBySignal(Exception):
 class Run:
     """State of one training run. The loop and its functions share it."""
 
-    args: argparse.Namespace
+    settings: Settings
     process: OneProcess
     data: Dataset
     snapshot_metadata: State  # part of each snapshot: config, flags, tokenizer, data
     model: MemorySavingGPT
+    wrapped_model: nn.Module  # what the loop calls: the model or, with DDP, its wrapper
     optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
     precision: torch.dtype
     training_batches: TrainBatches
     val_batches: ValBatches
     clock: StepClock
+    # The plan in use and, in order, the plans that the run may switch to when memory runs out: see
+    # `Plan.deeper`. Empty if the memory could not be predicted.
+    plans: list[Plan] = field(default_factory=list)
+    # Runs a small model with the model's present policy and without recompute; raises MiniGPTError
+    # if the results differ.
+    check_techniques: Callable[[], None] = lambda: None
     held_lock: IO[str] | None = None  # while open, no second run can write to the same files
     # Functions that write a log record; on rank 0 only.
     metric_writers: list[Write] = field(default_factory=list)
@@ -77,25 +94,11 @@ class Run:
     # Log record of a finished step that has not been logged yet; {}: none. A snapshot has it, so
     # that a resumed run can log it.
     unlogged_record: dict[str, Any] = field(default_factory=dict)
-    # The recompute policy in use and, in order, the policies that the run may switch to when memory
-    # runs out: see `deeper_policies`. Empty if the memory could not be predicted.
-    policies: Iterable[PolicyPeak] = ()
-    # Function that runs a small model with the model's present policy and without recompute, and
-    # raises MiniGPTError if the results differ.
-    check_techniques: Callable[[], None] = lambda: None
     # Policies with which memory ran out. After each of them, the step was repeated with a deeper
     # policy (one that needs less memory).
     policies_out_of_memory: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.reserve = bytes(RESERVE_BYTES)
-        # The module that the loop calls: the model or, with DDP, its wrapper.
-        self.wrapped_model: nn.Module = self.model
-        device, float16 = self.process.device.type, self.precision == torch.float16
-        self.scaler = torch.amp.GradScaler(device, enabled=float16)
-        # The scaler allocates its tensors when it is first used. Use it now, because in a step this
-        # allocation could run out of memory.
-        self.scaler.scale(torch.zeros((), device=self.process.device))
+    reserve: bytes = field(default_factory=lambda: bytes(RESERVE_BYTES))  # freed to go on
 
     @cached_property
     def bytes_by_token_id(self) -> Tensor:
@@ -105,7 +108,7 @@ class Run:
     @property
     def global_micro_batches_per_step(self) -> int:
         """Number of micro-batches in a step, over all processes."""
-        return self.args.grad_accum_steps * self.process.replicas
+        return self.settings.grad_accum_steps * self.process.layout.replicas
 
     def autocast(self) -> torch.autocast:
         """Return a context in which matmuls run in the chosen precision. LayerNorm, softmax and
@@ -128,7 +131,7 @@ class Run:
         before each round all processes learn whether one of them received a signal to stop. Then
         all raise StoppedBySignal in the same round, because a sharded model needs all processes.
         """
-        for first in range(0, len(self.val_batches), self.process.replicas):
+        for first in range(0, len(self.val_batches), self.process.layout.replicas):
             (self.stop_signal,) = self.process.all_reduce_max([self.received_signal])
             if self.stop_signal:
                 raise StoppedBySignal
@@ -141,7 +144,7 @@ def save(run: Run, path: Path, record: dict[str, Any]) -> None:
     All processes must call this together; rank 0 writes. Raises SaveError if the snapshot cannot be
     written.
     """
-    newest = path == run.args.checkpoint_path
+    newest = path == run.settings.checkpoint_path
     full_state = run.process.full_state_dicts(run.model, run.optimizer)
     if run.process.rank == 0:
         state = {
@@ -160,7 +163,7 @@ def save(run: Run, path: Path, record: dict[str, Any]) -> None:
 def is_save_requested_or_overdue(run: Run) -> bool:
     """Return True if a signal asked this process for a save, or if the last save is --save-minutes
     old."""
-    minutes = run.args.save_minutes
+    minutes = run.settings.save_minutes
     return run.save_requested or 0 < 60 * minutes <= monotonic() - run.last_save_time
 
 
@@ -185,7 +188,7 @@ def retry_on_out_of_memory(run: Run, accumulate: Callable[..., list[Tensor]]) ->
     Raises MemoryError if no policy needs less memory. Raises the allocator's error if the step
     cannot be repeated, or with --on-out-of-memory stop.
     """
-    if run.args.on_out_of_memory == "stop":
+    if run.settings.on_out_of_memory == "stop":
         return accumulate(run)
     if run.process.rehearses_first_steps and run.clock.steps < N_REHEARSAL_STEPS:
         accumulate_until_it_fits(run, lambda run: accumulate(run, average=False))
@@ -240,7 +243,7 @@ def free_and_switch_policy(run: Run, message: str) -> None:
             # attempt have split them into small pieces. The next attempt then gets whole segments.
             torch.cuda.empty_cache()
         with run.clock.paused("plan"):
-            return switch_policy(run, policies_to_try(run.policies, device.type, seen))
+            return switch_policy(run, plans_to_try(run.plans, seen))
     run.model.config = config
     # This error ends all processes. If torchrun then starts them again, they read this policy, and
     # look for a policy that needs less memory.
@@ -249,24 +252,25 @@ def free_and_switch_policy(run: Run, message: str) -> None:
     raise MemoryError(message)
 
 
-def switch_policy(run: Run, policies: Sequence[PolicyPeak]) -> None:
-    """Switch to the first of `policies` that gives the right results, and print it. Raises
+def switch_policy(run: Run, plans: Sequence[Plan]) -> None:
+    """Switch to the first of `plans` that gives the right results, and print it. Raises
     LookupError if there is none."""
     config = run.model.config
-    for i, (taken, peak) in enumerate(policies):
-        run.model.config = replace(config, recompute=taken)
+    for i, plan in enumerate(plans):
+        run.model.config = replace(config, recompute=plan.policy)
         # If a user changed model.py, some policies may give wrong results. For such a policy
         # `check_techniques` raises MiniGPTError. Then try the next policy.
         with suppress(MiniGPTError):
             run.check_techniques()
-            run.policies = policies[i:]
-            run.clock.expect_peak(peak)
-            run.snapshot_metadata["config"]["recompute"] = taken
+            run.plans = list(plans[i:])
+            run.clock.expect_peak(plan.peak)
+            run.snapshot_metadata["config"]["recompute"] = plan.policy
             run.policies_out_of_memory.append(config.recompute)
-            same = "" if run.args.compile or run.args.mlp_chunks != 1 else ": same results"
+            rounds = run.settings.compile or run.settings.mlp_chunks != 1
+            same = "" if rounds else ": same results"
             return run.process.print_rank(
                 f"warning  step {run.step}: out of memory with recompute {config.recompute}; again,"
-                f" and from now on, with {taken} ({format_bytes(peak)} predicted){same}"
+                f" and from now on, with {plan.policy} ({format_bytes(plan.peak)} predicted){same}"
             )
     raise LookupError("no policy needs less memory")
 

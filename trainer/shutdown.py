@@ -4,7 +4,6 @@ mistake of the user.
 The exit code tells why the run ended (see `run_safely`). A printed line says how to go on.
 """
 
-import argparse
 import math
 import os
 import signal
@@ -23,24 +22,25 @@ from data.errors import MiniGPTError
 from planner import PlanError
 
 from .bootstrap import PROCESS_START
-from .flags import print_error, with_flags
+from .build import MakeProcess, set_up_from_settings
+from .flags import print_error
 from .metrics import finish_wandb
 from .plan import (
+    POLICY_FLAG,
     describe_memory_flags,
-    describe_suggested_change,
-    policies_to_try,
+    plans_to_try,
+    suggest_change,
 )
-from .process import OneProcess
 from .report import describe_result, resume_command, sample_text
 from .run import Run, StoppedBySignal, is_out_of_memory, save
-from .setup import set_up_from_flags
+from .settings import Settings
 from .snapshot import SaveError
 from .torchrun import peer_failure_message
 
 
 def run_safely(
-    args: argparse.Namespace,
-    make_process: Callable[[argparse.Namespace], OneProcess],
+    settings: Settings,
+    make_process: MakeProcess,
     train: Callable[[Run], dict[str, Any]],
     print_error_line: Callable[[object], None] = print_error,
 ) -> int:
@@ -52,7 +52,7 @@ def run_safely(
     """
     run = None
     try:
-        run = set_up_from_flags(args, make_process)
+        run = set_up_from_settings(settings, make_process)
         # Unlock after the run, because this process may start another run.
         with run.held_lock or nullcontext():
             try:
@@ -75,10 +75,10 @@ def run_safely(
         print("\nstopped; --resume goes on from the last snapshot, if any", file=sys.stderr)
         return 130
     except MemoryError:
-        return end_out_of_memory(args, run, print_error_line)
+        return end_out_of_memory(settings, run, print_error_line)
     except Exception as error:
         if is_out_of_memory(error):
-            return end_out_of_memory(args, run, print_error_line)
+            return end_out_of_memory(settings, run, print_error_line)
         line = peer_failure_message(error)
         if line is None:
             raise
@@ -96,8 +96,8 @@ def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
 
     If data cannot be read, save the finished steps (only with one process), and raise DataError.
     """
-    args, say = run.args, run.process.print0
-    if run.step >= args.num_steps and not run.unlogged_record:
+    settings, say = run.settings, run.process.print0
+    if run.step >= settings.num_steps and not run.unlogged_record:
         say(
             f"done     already at step {run.step:,}; raise --num-steps to go on: "
             f"{resume_command(run)} --num-steps {2 * run.step}"
@@ -111,11 +111,11 @@ def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
         # A data file was deleted or shortened, or an evaluation was stopped, which --resume
         # repeats. The weights are good.
         run.step = first + run.clock.steps  # the last finished step
-        if run.step > run.saved_step and (run.stop_signal or run.process.world_size == 1):
-            save(run, args.checkpoint_path, run.unlogged_record)
+        if run.step > run.saved_step and (run.stop_signal or run.process.layout.world_size == 1):
+            save(run, settings.checkpoint_path, run.unlogged_record)
         if isinstance(error, DataError):
             raise
-    if run.stop_signal and (run.step < args.num_steps or run.unlogged_record):
+    if run.stop_signal and (run.step < settings.num_steps or run.unlogged_record):
         note = (
             " (torchrun's traceback below is no crash)"
             if "TORCHELASTIC_RUN_ID" in os.environ
@@ -129,7 +129,7 @@ def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
     if not math.isfinite(record["val_loss"]):
         raise MiniGPTError(
             f"the validation loss is not finite after the last step, {run.step}: try a lower --lr "
-            f"than {args.lr:.2g}; the weights in {args.checkpoint_path} are of no use",
+            f"than {settings.lr:.2g}; the weights in {settings.checkpoint_path} are of no use",
             exit_code=3,
         )
     text = sample_text(run)  # on all ranks, because the forward of a sharded model needs all
@@ -254,12 +254,12 @@ class SkippedUpdateCounter:
         (step, norm), self.unread_norm = self.unread_norm, None
         self.in_a_row = 0 if norm.isfinite() else self.in_a_row + 1
         run, float16 = self.run, self.run.scaler.is_enabled()
-        limit = min(20 if float16 else 3, run.args.num_steps)  # (no step has made an update)
+        limit = min(20 if float16 else 3, run.settings.num_steps)  # (no step has made an update)
         if self.in_a_row >= limit:
             flags = (
                 "--amp-dtype bfloat16 or --no-amp"
                 if float16
-                else f"a lower --lr than {run.args.lr:.2g}"
+                else f"a lower --lr than {run.settings.lr:.2g}"
             )
             raise MiniGPTError(
                 f"loss or gradients were not finite in {limit} steps in a row, {step - limit + 1} "
@@ -275,33 +275,33 @@ class SkippedUpdateCounter:
 
 
 def end_out_of_memory(
-    args: argparse.Namespace, run: Run | None, print_error_line: Callable[[object], None]
+    settings: Settings, run: Run | None, print_error_line: Callable[[object], None]
 ) -> int:
     """Print the settings with which memory ran out, and the first change that could help. Return
     exit code 4, even if memory runs out in this function, too."""
     try:
-        print_error_line(f"out of memory with {suggest_after_out_of_memory(args, run)}")
+        print_error_line(f"out of memory with {suggest_after_out_of_memory(settings, run)}")
     except Exception:
         os.write(2, b"error: out of memory\n")
     return 4
 
 
-def suggest_after_out_of_memory(args: argparse.Namespace, run: Run | None) -> str:
+def suggest_after_out_of_memory(settings: Settings, run: Run | None) -> str:
     """Return the settings with which memory ran out, and the first change that could help, as
     text."""
     if run is None:
         return (
-            f"{describe_memory_flags(args)}; try a smaller model (--n-layers), or less data "
+            f"{describe_memory_flags(settings)}; try a smaller model (--n-layers), or less data "
             "(--max-tokens)"
         )
     run.reserve = b""
     device_type, policy, smaller_policy = run.process.device.type, run.model.config.recompute, ""
     with suppress(Exception):  # there may be no such policy, or no prediction
-        smaller_policy = policies_to_try(run.policies, device_type)[0][0]
+        smaller_policy = plans_to_try(run.plans)[0].policy
     back = f"; {resume_hint(run)}" if run.saved_step else ""
-    now = describe_memory_flags(with_flags(args, use_activation_checkpoint=policy))
-    change = describe_suggested_change(
-        args, device_type, policy, smaller_policy, in_evaluation=not run.model.training
+    now = describe_memory_flags(settings.replace(**{POLICY_FLAG: policy}))
+    change = suggest_change(
+        settings, device_type, policy, smaller_policy, in_evaluation=not run.model.training
     )
     return f"{now}; try {change}{back}"
 
@@ -313,7 +313,7 @@ def resume_hint(run: Run | None) -> str:
     """
     if run is None or not run.saved_step:
         return "start again (nothing was saved yet)" if run else "start again"
-    path = run.args.checkpoint_path
+    path = run.settings.checkpoint_path
     # (Machines without rank 0 may not see the snapshot.)
     if run.process.rank == 0 and not os.path.exists(path):
         return f"start again ({path} is gone)"

@@ -1,6 +1,5 @@
 """Connect the processes that torchrun started, and end all of them when one of them fails."""
 
-import argparse
 import hashlib
 import os
 import re
@@ -18,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 from data.errors import MiniGPTError
+from planner import Layout
 
 from .bootstrap import end_with_torchrun
 from .device import choose_device
 from .flags import print_error
 from .process import OneProcess, T
+from .settings import Settings
 
 # Maximal time in seconds that processes wait for each other. While one process alone saves,
 # compiles or reads its data, the others wait for it, so the time must be long enough for that. The
@@ -33,34 +34,36 @@ TIMEOUT_S = "1800"
 class TorchrunProcess(OneProcess):
     """A process that torchrun started. Environment variables give its rank and rank 0's address."""
 
-    def __init__(self, args: argparse.Namespace):
+    kind = "ddp"  # of the processes' Layout
+
+    def __init__(self, settings: Settings):
         """Read torchrun's environment variables, and choose the device.
 
         Raises MiniGPTError if torchrun did not start this process, and that of `local_device`.
         """
-        self.args = args
         try:
-            self.rank, self.local_rank, self.world_size, self.port = (
+            rank, self.local_rank, world_size, self.port = (
                 int(os.environ[name])
                 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
             )
-            self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             self.address = os.environ["MASTER_ADDR"]
             self.timeout = timedelta(seconds=float(os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S)))
-            if not 0 <= self.rank < self.world_size:
-                raise ValueError(f"RANK {self.rank} of WORLD_SIZE {self.world_size}")
+            if not 0 <= rank < world_size:
+                raise ValueError(f"RANK {rank} of WORLD_SIZE {world_size}")
         except (KeyError, ValueError, OverflowError) as error:  # a variable is missing, or wrong
             raise MiniGPTError(
                 f"{self.script} ({str(error)[:80]}): start it with torchrun: torchrun "
                 f"--nproc-per-node=2 {self.script} (for one device: python train_minimal.py)"
             ) from None
-        super().__init__(self.local_device(args.device))
+        layout = Layout(self.kind, rank, world_size, local_world_size)
+        super().__init__(self.local_device(settings.device), layout)
         # The store keeps the id of the run. So all processes have the same id, even those that
         # `torchrun --max-restarts` starts later. (resume.load_own_run uses the id.)
         if self.store is not None:
             self.run_id = self.store.compare_set("minigpt/run", "", self.run_id).decode()
-        launcher = ["torchrun", f"--nproc-per-node={self.local_world_size}"]
-        if self.world_size > self.local_world_size:  # several machines: give this machine's command
+        launcher = ["torchrun", f"--nproc-per-node={local_world_size}"]
+        if world_size > local_world_size:  # several machines: give this machine's command
             launcher += [
                 f"--nnodes={os.environ.get('GROUP_WORLD_SIZE', '?')}",
                 f"--node-rank={os.environ.get('GROUP_RANK', '?')}",
@@ -122,9 +125,10 @@ class TorchrunProcess(OneProcess):
         if self.store is not None:
             # The store also has the addresses of processes that died (pytorch#135712). So the
             # living processes store their addresses under a prefix that only they use.
-            key = agree_on_key(self.store, self.rank, self.world_size, self.timeout)
+            key = agree_on_key(self.store, self.rank, self.layout.world_size, self.timeout)
             store = dist.PrefixStore(key, self.store)
-            options |= {"store": store, "rank": self.rank, "world_size": self.world_size}
+            options |= {"store": store, "rank": self.rank}
+            options["world_size"] = self.layout.world_size
         try:
             dist.init_process_group("gloo", **options)
         except RuntimeError as error:
@@ -146,7 +150,7 @@ class TorchrunProcess(OneProcess):
         return largest.tolist()
 
     def all_gather_object(self, mine: T) -> list[T]:
-        gathered = [mine] * self.world_size
+        gathered = [mine] * self.layout.world_size
         dist.all_gather_object(gathered, mine)
         return gathered
 

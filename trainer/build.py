@@ -1,0 +1,360 @@
+"""Build a run from its settings, in the order in which it happens: Settings and weights, a Plan,
+the data, the model, the Run."""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from data import DataError, Dataset, MiniGPTError, Tokenizer, TrainBatches, ValBatches, load_dataset
+from model import MiniGPTConfig
+
+from . import resume
+from .check_model import check_model, make_model_without_memory, make_small_model
+from .clocks import make_clock
+from .device import (
+    check_compiler,
+    check_gather_dtype_flag,
+    choose_precision,
+    compile_blocks,
+    import_compiler,
+    set_matmul_precision,
+)
+from .flags import flag
+from .metrics import (
+    LOGGER_MODULES,
+    check_logger,
+    find_logged_record,
+    open_external_logger,
+    open_metrics,
+)
+from .optimizer import make_optimizer
+from .plan import Plan, plan_run, vocab_size_of
+from .pretrained import Pretrained, SnapshotOrPretrained, computes_gpt2, open_init_from
+from .process import OneProcess
+from .report import describe_run
+from .run import Run, make_scaler
+from .settings import ROWS, Rule, Settings, check_layout, names_with, resolve, with_run_length
+from .snapshot import (
+    LoadedSnapshot,
+    SnapshotError,
+    State,
+    check_no_path_conflict,
+    check_shapes,
+    claim,
+    copy_as_newest_snapshot,
+    rename_older_run,
+    sibling_path,
+)
+
+MakeProcess = Callable[[Settings], OneProcess]
+# Name, mostly a flag -> (value that must be the same on all ranks, advice if it is not)
+FactByName = dict[str, tuple[object, str]]
+
+
+def set_up_from_settings(settings: Settings, make_process: MakeProcess) -> Run:
+    """Set up the run that the command line describes. With --resume, the snapshot supplies the
+    flags that are not typed.
+
+    All mistakes that a user can make are found here, before the run writes or trains anything.
+    Raises MiniGPTError for a mistake, and for a step that needs more memory than the device has.
+    """
+    if settings.resume and "init_from" in settings.typed:
+        raise MiniGPTError("--init-from starts a run and --resume goes on with one: leave one out")
+    resumed = None
+    if settings.resume:
+        resumed = resume.load_newest(settings.checkpoint_path)
+        settings = resume.with_saved_flags(settings, resumed)
+    process = make_process(settings)
+    if resumed is None:
+        # If torchrun has restarted this run, resume from the snapshot that the run itself has
+        # saved. The weights of --init-from are not needed then, and may have been deleted.
+        resumed = resume.load_own_run(settings.checkpoint_path, process.run_id)
+        if resumed is not None and settings.init_from is not None:
+            settings = resume.with_saved_flags(settings, resumed)
+    origin: SnapshotOrPretrained = resumed
+    if resumed is None:
+        origin, settings = open_init_from(settings)
+    settings = resolve(settings, process.layout.replicas)
+    check_layout(settings, process.layout, process.script)
+    if settings.mlp_chunks != 1 and not settings.recompute_plan.supports_mlp_chunks:
+        process.print0(
+            f"note     --mlp-chunks {settings.mlp_chunks}: --use-activation-checkpoint "
+            f"{settings.use_activation_checkpoint} recomputes no MLP half; mlp, sdpa and full do"
+        )
+    if resumed is not None:
+        resume.check_fixed_flags(settings, resumed)
+    torch.autograd.set_detect_anomaly(settings.detect_anomaly)
+    if process.rank == 0:  # only rank 0 logs
+        check_logger(settings.log_to)
+    return build_run(settings, process, origin)
+
+
+def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrained = None) -> Run:
+    """Make the data, the model and the optimizer of a run, and return the run.
+
+    `origin`: the snapshot or the pretrained weights from which the run starts; None: draw random
+    weights. Raises as `set_up_from_settings`.
+    """
+    import_compiler()
+    resumed = origin if isinstance(origin, LoadedSnapshot) else None
+    device, precision = process.device, choose_precision(settings, process.device)
+    set_matmul_precision(device, settings.tf32)
+    if process.layout.kind in ("fsdp", "sp"):
+        check_gather_dtype_flag(settings, precision)
+    data, config, plans, words = load_data_and_plan(settings, process, precision, origin)
+    size, seq_len = settings.batch_size, settings.seq_len
+    train = TrainBatches(data.train_token_files, size, seq_len, settings.data_seed, device)
+    settings = with_run_length(settings, process.layout.replicas, train.n_windows)
+    val = ValBatches(data.val_token_files, size, seq_len, settings.eval_tokens, device)
+    metadata = make_snapshot_metadata(settings, process, config, data)
+    torch.manual_seed(settings.seed)  # for parameters that model.py itself draws
+    model = make_model_without_memory(config, process.make_model)
+    if resumed is not None:
+        check_shapes(resumed.path, resumed.state["model"], model.state_dict())
+        resume.check_resumable(resumed.state, metadata, resumed.path)
+        metadata["run"] = resumed.state.get("run")
+    check = partial(check_model, model, process, precision)
+    process.run_on_all_ranks(check)  # (each rank may have its own policy)
+    of_gpt2 = isinstance(origin, Pretrained) and os.path.isdir(origin.path)
+    if of_gpt2 and process.rank == 0 and not computes_gpt2(make_small_model(config)):
+        process.print0(
+            f"warning  --init-from {settings.init_from}: model.py computes something else than "
+            "GPT-2 with these weights"
+        )
+    if settings.compile:
+        process.run_on_all_ranks(lambda: check_compiler(device))
+    held_lock = process.run_on_rank0_only(lambda: claim(settings.checkpoint_path, resumed))
+    process.allocate_parameters(model)
+    if isinstance(origin, Pretrained):
+        origin.fill(model, process.shard_like)
+    elif origin is None:
+        torch.manual_seed(settings.seed)
+        model.init_weights(process.shard_like)
+    optimizer = make_optimizer(model, settings, device, precision)
+    scaler = make_scaler(device, precision)
+    restored = {}
+    if resumed is not None:
+        resume.restore_model_and_optimizer(resumed, process, model, optimizer, scaler)
+        restored = restored_progress(resumed, settings, process, metadata)
+    peaks = (plans[0].peak, plans[0].plain_peak) if plans else None
+    if settings.compile:
+        compile_blocks(model)
+    run = Run(
+        settings,
+        process,
+        data,
+        metadata,
+        model,
+        process.wrap(model),
+        optimizer,
+        scaler,
+        precision,
+        train,
+        val,
+        make_clock(settings, process, model, optimizer, peaks),
+        plans,
+        check,
+        held_lock,
+        **restored,
+    )
+    if process.rank == 0:  # only on rank 0, because `describe_run` reads files
+        process.print0(describe_run(run, words, origin))
+    return run
+
+
+def load_data_and_plan(
+    settings: Settings,
+    process: OneProcess,
+    precision: torch.dtype,
+    origin: SnapshotOrPretrained,
+) -> tuple[Dataset, MiniGPTConfig, list[Plan], str]:
+    """Load the data and predict the memory of a step. Check that all processes train the same model
+    on the same data. Return the data, the model's config, and plans and text of `plan_run`.
+
+    Encoding a long text (into data/cache) takes long. So before the text is encoded, this function
+    checks the flags and the path, and predicts the memory. This prediction is for the largest
+    vocabulary that the text can give. Raises as `set_up_from_settings`.
+    """
+    process.init_process_group()  # before this call the processes cannot communicate
+    raise_if_ranks_differ(
+        process.all_gather_object(consistency_facts(settings, process, precision, origin))
+    )
+    resuming, path = isinstance(origin, LoadedSnapshot), settings.checkpoint_path
+    process.run_on_rank0_only(lambda: check_no_path_conflict(path, resuming))
+    vocab_size = process.run_on_all_ranks(lambda: vocab_size_upper_bound(settings, origin))
+    with process.showing_message("predicting the memory of a step"):
+        policy, plans, words = plan_run(settings, vocab_size, process, precision)
+    data = process.run_on_all_ranks(lambda: find_data(settings, process, origin))
+    prints = f"{data.fingerprint[:8]} {data.tokenizer.fingerprint[:8]}"
+    hint = "all must have the same data and the same tokenizer"
+    fact = f"{data.description}, fingerprint {prints}", hint
+    raise_if_ranks_differ(process.all_gather_object({"--train-data": fact}))
+    # (A trained bpe has fewer ids than --vocab-size if its training text has too few pairs to
+    # merge. So the model gets the vocabulary size of the tokenizer.)
+    config = settings.model_config(data.tokenizer.vocab_size)
+    return data, replace(config, recompute=policy), plans, words
+
+
+# ---- Check that all processes train the same model on the same data. Each process sends its facts
+# to all others. Then the facts of each rank are compared with the facts of rank 0.
+#
+# A run on several machines is started by hand on each machine, and each machine has its own command
+# line and its own disk. If one machine had another --lr, the weights of the processes would drift
+# apart without an error.
+
+
+def consistency_facts(
+    settings: Settings,
+    process: OneProcess,
+    precision: torch.dtype,
+    origin: SnapshotOrPretrained,
+) -> FactByName:
+    """Return all facts that must be the same in all processes, except the facts about the data."""
+    snapshot = "no snapshot to go on from"
+    if isinstance(origin, LoadedSnapshot):
+        snapshot = f"step {origin.state['step']} of run {str(origin.state.get('run'))[:8]}"
+    checksum = origin.weights_checksum if isinstance(origin, Pretrained) else None
+    shared_disk = "all must see the same snapshot, on a disk that they share"
+    same_install = "install the same on all machines"
+    have, same_weights = "choose one that all have", "all must start from the same weights"
+    must_agree = [name for name, row in ROWS.items() if Rule.PER_RANK not in row["rules"]]
+    same_flags = "start all with the same flags"
+    return {
+        "--checkpoint-path": (snapshot, shared_disk),
+        "--init-from": (f"weights of checksum {checksum}", same_weights),
+        "torch": (".".join(torch.__version__.split(".")[:2]), same_install),
+        "the trainer": (process.script, "start the same on all machines"),
+        "--device": (process.device.type, have),
+        "--amp-dtype": (str(precision).removeprefix("torch."), have),
+        **{flag(name): (getattr(settings, name), same_flags) for name in must_agree},
+    }
+
+
+def raise_if_ranks_differ(of_each: list[FactByName]) -> None:
+    """Raise MiniGPTError for the first fact that differs between processes.
+
+    `of_each`: the facts of each process, in the order of the ranks.
+    """
+    first, derived = of_each[0], {*map(flag, names_with(Rule.DERIVED))}
+    for name in sorted(first, key=derived.__contains__):
+        value, hint = first[name]
+        for rank, facts in enumerate(of_each):
+            if facts[name][0] != value:
+                difference = f"rank 0 has {value}, rank {rank} has {facts[name][0]}"
+                raise MiniGPTError(f"{name}: {difference}: {hint}")
+
+
+# ---- Parts of a run
+
+
+def vocab_size_upper_bound(settings: Settings, origin: SnapshotOrPretrained) -> int:
+    """Return the largest vocabulary size that the run can have, without reading the data.
+
+    Raises DataError, or SnapshotError as `tokenizer_of_origin` does.
+    """
+    tokenizer = tokenizer_of_origin(origin)
+    return tokenizer.vocab_size if tokenizer else vocab_size_of(settings)
+
+
+def tokenizer_of_origin(origin: SnapshotOrPretrained) -> Tokenizer | None:
+    """Return the tokenizer of a snapshot or of pretrained weights; None if `origin` is None.
+
+    Raises SnapshotError if the snapshot contains no valid tokenizer.
+    """
+    if not isinstance(origin, LoadedSnapshot):
+        return origin.tokenizer if origin else None
+    try:
+        return Tokenizer.from_state(origin.state["tokenizer"])
+    except DataError as error:
+        raise SnapshotError(f"{origin.path} holds {error}") from None
+
+
+def archive_and_open_logs(run: Run) -> None:
+    """On rank 0, rename the files of an older run, and open metrics.jsonl and the logger of
+    --log-to.
+
+    Before this call, a new run has written none of its files except the lock.
+    """
+    path = run.settings.checkpoint_path
+    if run.process.rank == 0:
+        if run.step == 0:
+            rename_older_run(path)
+        run.metric_writers.append(open_metrics(sibling_path(path, ".metrics.jsonl"), run.step))
+        if run.settings.log_to in LOGGER_MODULES:
+            log = open_external_logger(
+                run.settings, run.snapshot_metadata, run.step, run.process.print0
+            )
+            run.metric_writers.append(log)
+
+
+def find_data(
+    settings: Settings, process: OneProcess, origin: SnapshotOrPretrained = None
+) -> Dataset:
+    """Return the data that the flags of the group "data" describe.
+
+    If `origin` has a tokenizer, the text is encoded with that tokenizer. Raises DataError, or
+    SnapshotError as `tokenizer_of_origin` does.
+    """
+    names = [*names_with(Rule.DATA), "data_seed", "seq_len"]
+    flags = {name: getattr(settings, name) for name in names}
+    return load_dataset(**flags, tokenizer=tokenizer_of_origin(origin), say=process.print0)
+
+
+def make_snapshot_metadata(
+    settings: Settings, process: OneProcess, config: MiniGPTConfig, data: Dataset
+) -> State:
+    """Return the part of a snapshot that identifies its run. This part has plain types only, no
+    tensors."""
+    # (--profile is for one start of the run only, so --resume does not restore it.)
+    flags = {name: getattr(settings, name) for name in ROWS if name != "profile"}
+    flags["checkpoint_path"] = str(settings.checkpoint_path)
+    for name in ("train_data", "val_data"):  # absolute, because --resume may run in another folder
+        flags[name] = flags[name] and [os.path.abspath(path) for path in flags[name]]
+    flags["init_from"] = settings.init_from and os.path.abspath(settings.init_from)
+    per_step = settings.batch_size * settings.grad_accum_steps * process.layout.replicas
+    return {
+        "run": process.run_id,
+        "config": asdict(config),
+        "args": flags,
+        "typed": sorted(settings.typed & flags.keys()),
+        "tokenizer": data.tokenizer.state(),
+        # On a CPU, threads split a sum, so the number of threads decides how the sum is rounded. On
+        # a GPU the number of threads has no effect.
+        "threads": torch.get_num_threads() if process.device.type == "cpu" else None,
+        "data": {
+            "description": data.description,
+            "fingerprint": data.fingerprint,
+            "sequences_per_step": per_step,
+        },
+    }
+
+
+def restored_progress(
+    resumed: LoadedSnapshot, settings: Settings, process: OneProcess, metadata: State
+) -> dict[str, Any]:
+    """Return the fields of a Run that tell how far the resumed run was.
+
+    If the snapshot is not the file at --checkpoint-path, it is copied there, and becomes the newest
+    one.
+    """
+    step, record = resumed.state["step"], resumed.state.get("record", {})
+    if resumed.path != settings.checkpoint_path and process.rank == 0:
+        copy_as_newest_snapshot(resumed.path, settings.checkpoint_path)
+    # A snapshot is written before its step is evaluated and logged. The log, which only rank 0 has,
+    # tells whether the step was logged before the run ended.
+    log = sibling_path(settings.checkpoint_path, ".metrics.jsonl")
+    logged = process.from_rank0(lambda: find_logged_record(step, log)) or {}
+    best = math.inf
+    if resume.validation_key(resumed.state) == resume.validation_key(metadata):
+        best = min(resumed.state["best_val_loss"], logged.get("val_loss") or math.inf)
+    return {
+        "step": step,
+        "saved_step": step,
+        "unlogged_record": {} if logged else dict(record),
+        "best_val_loss": best,
+    }

@@ -1,0 +1,489 @@
+"""The settings of a run: one table of flags, and the values of one command line.
+
+A field of `Settings` is a flag. Its row holds the default, how the text is read, the help, and its
+rules: may the flag change at --resume, may it differ between ranks. A new flag is a row here, the
+line that uses the value, and a line in docs/flags.md.
+
+Settings are frozen: `resolve` and `replace` return new ones.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Flag, auto
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from data.errors import MiniGPTError
+from memory import POLICY_NAMES, RecomputePlan, format_recompute_plan, parse_recompute_plan
+from model import MiniGPTConfig
+from planner import Layout
+from planner.cards import canonical_card_name
+
+from .flags import (
+    AUTO,
+    MAX_COUNT,
+    MAX_SIZES,
+    OneLineParser,
+    byte_count,
+    check_policy_string,
+    flag,
+    number_in_range,
+    replace_fields_by_flags,
+    snapshot_path,
+    token_count,
+)
+
+# Value of --model -> shape of the model (Radford et al., 2019, table 2; each head has 64 channels).
+# --model also sets --seq-len and --max-position-embeddings to 1,024, and the tokenizer to GPT-2's.
+SHAPE_BY_MODEL: dict[str, dict[str, int]] = {
+    "gpt2": {"n_layers": 12, "n_heads": 12, "d_model": 768},
+    "gpt2-medium": {"n_layers": 24, "n_heads": 16, "d_model": 1024},
+    "gpt2-large": {"n_layers": 36, "n_heads": 20, "d_model": 1280},
+    "gpt2-xl": {"n_layers": 48, "n_heads": 25, "d_model": 1600},
+}
+RUN_LENGTH_FLAGS = ("num_steps", "num_tokens", "num_epochs")  # a user may type only one of them
+# argparse type -> function that writes a value of this type with its unit
+FORMATTER_BY_TYPE: dict[Any, Callable[[Any], str]] = {byte_count: "{}b".format}
+ON_OFF = argparse.BooleanOptionalAction  # a switch that --no-FLAG turns off
+S = TypeVar("S", bound="Settings")
+
+
+class Rule(Flag):
+    """What may happen to the value of a flag."""
+
+    FIXED = auto()  # decides shape, random numbers, optimizer or tokens: no change at --resume
+    DATA = auto()  # chooses the data: no change at --resume, unless the data stay the same
+    # May differ between ranks: paths, what each machine finds for itself ("auto"), and what has an
+    # effect on rank 0 only. Ranks compare the data, the weights, the device and the dtype instead.
+    PER_RANK = auto()
+    DERIVED = auto()  # may follow from another flag; if ranks differ, the other flag is blamed
+    SHORTHAND = auto()  # stands for other flags
+    THIS_START = auto()  # --resume takes it from the command line, not from the snapshot
+
+
+NO_RULES = Rule(0)
+
+
+def row(
+    default: Any,
+    kind: Any,
+    help: str,
+    rules: Rule = NO_RULES,
+    metavar: str = "N",
+    replaces: Sequence[str] = (),
+    group: str = "",
+    **options: Any,
+) -> Any:
+    """Return the field of a flag.
+
+    Args:
+        kind: argparse type of a value; a tuple of choices; `bool` (a switch) or ON_OFF.
+        help: `{default}` stands for the default.
+        replaces: flags whose values of a snapshot are dropped if this flag is typed at --resume.
+        group: the first flag of a group names it.
+        options: further arguments of argparse's add_argument.
+    """
+    if isinstance(kind, tuple):
+        options["choices"] = kind
+    elif kind in (bool, ON_OFF):
+        options["action"] = "store_true" if kind is bool else kind
+    else:
+        options |= {"type": kind, "metavar": metavar}
+    options["help"] = help
+    metadata = {"rules": rules, "replaces": replaces, "group": group, "options": options}
+    return field(default=default, metadata=metadata)
+
+
+COUNT, COUNT_OR_ZERO = number_in_range(int, 1, MAX_COUNT), number_in_range(int, 0, MAX_COUNT)
+LAYERS, SIZE = (number_in_range(int, 1, MAX_SIZES[name]) for name in ("n_layers", "d_model"))
+SEED = number_in_range(int, 0, 2**63 - 1)
+POSITIVE, POSITIVE_OR_ZERO = number_in_range(float, 0, open=True), number_in_range(float, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The values of all flags of a trainer, and which of them were typed.
+
+    `resolve` fills in the defaults that depend on other flags, which are None before.
+    """
+
+    # fmt: off
+    train_data: tuple[str, ...] | None = row(None, str, group="data",
+        rules=Rule.DATA | Rule.PER_RANK, metavar="PATH", nargs="+",
+        help="files, folders or globs of the training data. A file is text, .jsonl with a string "
+        "\"text\" in each line (see --text-key), or tokens (.bin, .npy) (default: Python's own"
+        " standard library)")
+    val_data: tuple[str, ...] | None = row(None, str,
+        rules=Rule.DATA | Rule.PER_RANK, metavar="PATH", nargs="+",
+        help="validation data (default: split off by --val-ratio)")
+    val_ratio: float = row(0.1, number_in_range(float, 0, 1, open=True),
+        rules=Rule.DATA, metavar="SHARE",
+        help="share of the data to validate on (default: {default})")
+    text_key: str | None = row(None, str, rules=Rule.DATA, metavar="NAME",
+        help="key of the text in a line of .jsonl (default: text)")
+    tokenizer_name: str | None = row(None, str,
+        rules=Rule.FIXED | Rule.DATA | Rule.PER_RANK, metavar="NAME",
+        help="tokenizer: bpe (trained on your data), byte, gpt2, any other tiktoken name, "
+        "FILE.tiktoken (default: bpe for the built-in corpus, gpt2 for your own data)")
+    vocab_size: int | None = row(None, COUNT, rules=Rule.FIXED | Rule.DATA,
+        help="ids of a trained bpe (default: 1024), or of the toy data (default: 256)")
+    use_toy_data: bool = row(False, bool, rules=Rule.FIXED | Rule.DATA,
+        help="random tokens whose best loss is known: ln 4")
+    max_tokens: int | None = row(None, COUNT, rules=Rule.DATA,
+        help="use at most N tokens for training, and at most N for validation (default: all)")
+    data_seed: int = row(None, SEED, rules=Rule.FIXED | Rule.DERIVED,
+        help="seed of the order of the training data, and of toy data (default: --seed)")
+
+    model: str | None = row(None, tuple(SHAPE_BY_MODEL), group="model", rules=Rule.SHORTHAND,
+        help="shape of a GPT-2, with 1,024 positions and --tokenizer-name gpt2; the flags below "
+        "override single values (default: the small shape below)")
+    init_from: Path | None = row(None, Path, rules=Rule.PER_RANK, metavar="PATH",
+        help="start from trained weights: a snapshot, or a folder of transformers' GPT-2 "
+        "(config.json, model.safetensors; needs the package safetensors); this also sets "
+        "shape and tokenizer (default: random weights)")
+    n_layers: int = row(3, LAYERS, rules=Rule.FIXED, help="blocks (default: {default})")
+    n_heads: int = row(4, SIZE, rules=Rule.FIXED,
+        help="attention heads of a block (default: {default})")
+    d_model: int = row(128, SIZE, rules=Rule.FIXED, help="channels (default: {default})")
+    d_ff: int = row(None, SIZE, rules=Rule.FIXED,
+        help="channels inside the MLP (default: 4 x --d-model)")
+    dropout: float = row(0.0, number_in_range(float, 0, 0.99), rules=Rule.FIXED, metavar="P",
+        help="dropout probability, 0 = off (default: {default})")
+    max_position_embeddings: int = row(None, COUNT, rules=Rule.FIXED | Rule.DERIVED,
+        help="longest sequence that the model can process, in tokens (default: --seq-len)")
+
+    use_activation_checkpoint: str = row("none", check_policy_string, group="memory",
+        metavar="POLICY", nargs="?", const="full",
+        help="which tensors backward recomputes instead of keeping them; policies from least to "
+        f"most recompute: {' '.join(POLICY_NAMES)}; mlp:7 = mlp in the first 7 blocks; "
+        "mlp:7,cheap = mlp in the first 7 blocks, cheap in the others; full/2 = keep one input for "
+        "every 2 blocks; full/4+nested = keep one input for every 4 blocks, and recompute the "
+        "blocks of a group once more, one by one; full+offload = kept tensors wait in CPU memory "
+        "(selective and sdpa without --compile: only each block's input); auto = the least "
+        "recompute that fits in memory (default: none; the flag without POLICY means full)")
+    memory_budget: int | None = row(None, byte_count, rules=Rule.PER_RANK, metavar="SIZE",
+        help="memory to plan for, e.g. 8GiB (default: the free memory): auto uses no more, and a "
+        "run with another policy prints a warning if it needs more; a tenth stays free, on a"
+        " GPU at least 1 GiB (a quarter, if SIZE is less than 4 GiB)")
+    card: str | None = row(None, canonical_card_name, metavar="NAME",
+        help="card for predicted times: auto, and a run that runs out of memory, choose the "
+        "policy that is predicted to be fastest on this card: H100, \"RTX 4090\", ..., or "
+        "this-machine, which is measured (default: the CUDA GPU's own name; without a known "
+        "GPU, the policy that recomputes the fewest FLOPs is chosen)")
+    loss_chunks: int = row(0, COUNT_OR_ZERO,
+        help="compute head and loss in N chunks of tokens; 1 = all at once, 0 = automatic "
+        "(default: 0)")
+    mlp_chunks: int = row(1, COUNT_OR_ZERO,
+        help="for long sequences, with mlp, sdpa or full: recompute LayerNorm and MLP, the second"
+        " half of a block, in at most N chunks of at least 64 tokens; 1 = all at once, 0 = "
+        "automatic; chunks change the rounding of six gradients per block (default: 1)")
+    on_out_of_memory: str = row("deeper", ("deeper", "stop"),
+        help="deeper: do the step again, and all later steps, with a policy that needs less; the "
+        "results are the same. stop: end with exit code 4 (default: {default})")
+
+    batch_size: int = row(12, SIZE, group="training",
+        help="sequences per micro-batch and process (default: {default})")
+    seq_len: int = row(64, COUNT, rules=Rule.FIXED,
+        help="tokens of a sequence (default: {default})")
+    grad_accum_steps: int = row(1, COUNT,
+        help="micro-batches per process and step (default: {default})")
+    num_steps: int = row(1000, COUNT, rules=Rule.DERIVED, replaces=RUN_LENGTH_FLAGS,
+        help="optimizer steps (default: {default})")
+    num_tokens: int | None = row(None, token_count, rules=Rule.SHORTHAND, replaces=RUN_LENGTH_FLAGS,
+        help="instead of --num-steps: train on N tokens, counted over all processes; e.g. 1B, "
+        "300M, 1e9")
+    num_epochs: float | None = row(None, number_in_range(float, 0, 10**6, open=True),
+        rules=Rule.SHORTHAND, replaces=RUN_LENGTH_FLAGS, metavar="X",
+        help="instead of --num-steps: pass X times over the training data")
+    lr: float = row(None, POSITIVE, rules=Rule.DERIVED, metavar="RATE",
+        help="peak learning rate (default: 0.4 / --d-model, which is close to GPT-3's table; with"
+        " --optimizer muon, 0.8 / --d-model; with --init-from, a tenth of these values)")
+    min_lr: float = row(None, POSITIVE_OR_ZERO, rules=Rule.DERIVED, metavar="RATE",
+        help="learning rate at the last step, absolute (default: --lr / 10)")
+    lr_scheduler: str = row("cosine", ("cosine", "linear", "constant"),
+        help="learning-rate schedule after the warm-up (default: {default})")
+    warmup_steps: int = row(None, COUNT_OR_ZERO, rules=Rule.DERIVED,
+        help="steps of linear warm-up, 0 = none (default: a twentieth of --num-steps)")
+    weight_decay: float = row(0.1, POSITIVE_OR_ZERO, metavar="X",
+        help="weight decay, on matrices only, 0 = off (default: {default})")
+    optimizer: str = row("adamw", ("adamw", "muon"), rules=Rule.FIXED,
+        help="muon: for the blocks' matrices, with one moment instead of two; the rest keeps "
+        "AdamW (default: adamw)")
+    moments_dtype: str = row("float32", ("float32", "bfloat16"),
+        help="dtype of the stored moments; the optimizer computes in float32 (default: {default})")
+    grad_clip_norm: float = row(1.0, POSITIVE_OR_ZERO, metavar="X",
+        help="largest gradient norm, 0 = off (default: {default})")
+    seed: int = row(1337, SEED, rules=Rule.FIXED,
+        help="seed of weights and dropout (default: {default})")
+
+    device: str = row("auto", ("auto", "cpu", "cuda", "mps"), group="machine", rules=Rule.PER_RANK,
+        help="device to compute on (default: cuda if there is one, else mps, else cpu)")
+    no_amp: bool = row(False, bool, rules=Rule.PER_RANK, replaces=("amp_dtype",),
+        help="float32 throughout")
+    amp_dtype: str = row("auto", ("auto", "bfloat16", "float16"),
+        rules=Rule.PER_RANK, replaces=("no_amp",),
+        help="dtype of autocast (default: bfloat16 where the hardware has it, else float16 on "
+        "cuda, else float32)")
+    tf32: bool = row(False, ON_OFF,
+        help="run float32 matmuls (--no-amp) on a GPU's tensor cores, with inputs rounded from 23"
+        " to 10 mantissa bits: results differ; by the data sheets 8 times as fast on an "
+        "A100, 7 times on an H100, no faster on a GeForce")
+    compile: bool = row(False, ON_OFF, help="torch.compile each block: slow start, fast steps")
+    compress_gradients: bool = row(False, ON_OFF,
+        help="with several processes, average gradients in bfloat16. This halves the traffic, "
+        "adds up to 2 bytes per parameter, and gives other results than one process gives "
+        "(with one process: no effect)")
+    gather_dtype: str = row("float32", ("float32", "bfloat16"),
+        help="train_fsdp.py, train_sp.py: dtype in which a block's weights are gathered; they are"
+        " stored in float32. bfloat16 needs bfloat16 autocast. It halves the bytes, and "
+        "keeps the losses; more than two processes sum gradients in another order (default: "
+        "{default})")
+
+    log_interval: int = row(50, COUNT_OR_ZERO, group="running",
+        help="steps between log lines; without a progress bar, there is at least one line in 30 "
+        "s; 0 = log only steps that evaluate or save; the last step always logs, evaluates "
+        "and saves (default: {default})")
+    eval_interval: int = row(250, COUNT_OR_ZERO,
+        help="steps between evaluations, 0 = at the end only (default: {default})")
+    save_interval: int = row(500, COUNT_OR_ZERO,
+        help="steps between snapshots, 0 = not by steps; the first evaluation saves, too "
+        "(default: {default})")
+    save_minutes: float = row(15.0, POSITIVE_OR_ZERO, metavar="M",
+        help="save when the last snapshot is M minutes old, 0 = not by time (default: 15)")
+    eval_tokens: int = row(16_000, partial(token_count, least=0),
+        help="validate on N tokens, in windows of --seq-len that are spread over the validation "
+        "set; 0 = all of it (default: 16K)")
+    checkpoint_path: Path = row(Path("checkpoints/minigpt_single.pt"), snapshot_path,
+        rules=Rule.PER_RANK | Rule.THIS_START, metavar="FILE",
+        help="file of the newest snapshot (default: {default})")
+    resume: bool = row(False, bool, rules=Rule.THIS_START,
+        help="go on from --checkpoint-path, with the flags of that run; typed flags override them")
+    sample_tokens: int = row(128, COUNT_OR_ZERO,
+        help="tokens of the sample text at the end, 0 = none (default: {default})")
+    log_to: str = row("none", ("none", "tensorboard", "wandb"), rules=Rule.PER_RANK,
+        help="a logger in addition to RUN.metrics.jsonl (default: none)")
+    profile: int | None = row(None, COUNT, rules=Rule.PER_RANK | Rule.THIS_START,
+        help="after 3 steps, record N steps: a trace of every operator, and a table of the ten "
+        "slowest")
+    detect_anomaly: bool = row(False, ON_OFF,
+        help="find the operation that made a NaN in backward (slow)")
+
+    # fmt: on
+    # Names of the flags that were typed, and of those that a typed --model or --init-from sets.
+    typed: frozenset[str] = frozenset()
+
+    @classmethod
+    def parse(
+        cls: type[S],
+        argv: Sequence[str] | None,
+        prog: str,
+        description: str = "Train a MiniGPT and see what activation memory costs.",
+        **defaults: Any,
+    ) -> S:
+        """Return the settings of the command-line words `argv`; None: those of this process.
+
+        `defaults`: this program's own defaults, by flag. If a word is wrong, prints one line and
+        ends with exit code 2.
+        """
+        # With SUPPRESS the result has the typed flags only.
+        parser: Any = OneLineParser(
+            prog=prog,
+            description=description,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+        )
+        group = parser
+        for row in fields(cls):
+            if row.metadata:
+                if row.metadata["group"]:
+                    group = parser.add_argument_group(row.metadata["group"])
+                default = defaults.get(row.name, row.default)
+                options = row.metadata["options"]
+                shown = options | {"help": options["help"].replace("{default}", str(default))}
+                group.add_argument(flag(row.name), default=argparse.SUPPRESS, **shown)
+        return cls.from_typed(vars(parser.parse_args(argv)), **defaults)
+
+    @classmethod
+    def from_typed(cls: type[S], typed: Mapping[str, Any], **defaults: Any) -> S:
+        """Return the settings in which the flags `typed` have these values, and all others their
+        defaults."""
+        shape = SHAPE_BY_MODEL.get(typed.get("model", ""), {})
+        if shape:
+            defaults |= {"seq_len": 1024, "max_position_embeddings": 1024, **shape}
+        if shape and "use_toy_data" not in typed:
+            defaults["tokenizer_name"] = "gpt2"
+        values = {name: tuple(v) if isinstance(v, list) else v for name, v in typed.items()}
+        return cls(**{**defaults, **values}, typed=frozenset(typed.keys() | shape.keys()))
+
+    def replace(self: S, **changes: Any) -> S:
+        """Return a copy with other values. Which flags were typed does not change."""
+        return replace(self, **changes)
+
+    def words(self, **changes: Any) -> list[str]:
+        """Return the command-line words of the typed flags in the order of --help, and then of
+        `changes`, flags with new values. The value None removes a flag."""
+        shape = SHAPE_BY_MODEL.get(self.model or "", {})
+        values = {name: getattr(self, name) for name in ROWS if name in self.typed - changes.keys()}
+        typed = {name: value for name, value in values.items() if value != shape.get(name)}
+        return to_words(typed | changes)
+
+    # ---- what follows from the values
+
+    @property
+    def recompute_plan(self) -> RecomputePlan:
+        """The recompute policy of each block; `auto` counts as `full`. Raises MiniGPTError if the
+        policy string is invalid for --n-layers."""
+        policy = self.use_activation_checkpoint
+        try:
+            return parse_recompute_plan("full" if policy == AUTO else policy, self.n_layers)
+        except ValueError as error:
+            raise MiniGPTError(replace_fields_by_flags(str(error))) from None
+
+    def model_config(self, vocab_size: int) -> MiniGPTConfig:
+        """Return the config of the model; the policy `auto` counts as `full`. Raises MiniGPTError
+        if such a model is impossible."""
+        if self.seq_len > self.max_position_embeddings:
+            raise MiniGPTError(
+                f"--seq-len {self.seq_len} is above --max-position-embeddings "
+                f"{self.max_position_embeddings}: raise the latter, or leave it out"
+            )
+        recompute = format_recompute_plan(self.recompute_plan)
+        own: dict[str, Any] = {"vocab_size": vocab_size, "recompute": recompute}
+        names = [field.name for field in fields(MiniGPTConfig) if field.name not in own]
+        try:
+            return MiniGPTConfig(**own, **{name: getattr(self, name) for name in names})
+        except ValueError as error:
+            raise MiniGPTError(replace_fields_by_flags(str(error))) from None
+
+    def tokens_per_step(self, replicas: int) -> int:
+        """Return the tokens of a training step, in all micro-batches of all replicas."""
+        return self.batch_size * self.seq_len * self.grad_accum_steps * replicas
+
+
+ROWS: dict[str, Mapping[str, Any]] = {
+    row.name: row.metadata for row in fields(Settings) if row.metadata
+}
+
+
+def names_with(rule: Rule) -> list[str]:
+    """Return the names of the flags with this rule."""
+    return [name for name, row in ROWS.items() if rule in row["rules"]]
+
+
+def to_words(flags: Mapping[str, Any]) -> list[str]:
+    """Return `flags`, such as {"n_layers": 3}, as command-line words. Leave out a flag whose value
+    is None, and a name that is no flag of the trainers."""
+    words = list[str]()
+    for name, value in flags.items():
+        if value is None or name not in ROWS:
+            continue
+        options = ROWS[name]["options"]
+        if isinstance(value, bool):
+            off = [flag(f"no_{name}")] if options["action"] is ON_OFF else []
+            words += [flag(name)] if value else off
+            continue
+        values = value if isinstance(value, tuple | list) else [value]
+        first, *others = map(FORMATTER_BY_TYPE.get(options.get("type"), str), values)
+        # A value may begin with "-", such as a file named -x.pt. argparse accepts it only as
+        # --flag=-x.pt.
+        start = [f"{flag(name)}={first}"] if first.startswith("-") else [flag(name), first]
+        words += [*start, *others]
+    return words
+
+
+def check_saved_value(name: str, value: object) -> None:
+    """Raise ValueError or ArgumentTypeError unless `value`, which comes from a file, is a possible
+    value of the flag `name`."""
+    options = ROWS[name]["options"]
+    values = value if isinstance(value, list) and "nargs" in options else [value]
+    possible = options.get("choices", (False, True))
+    if "type" in options:
+        write = FORMATTER_BY_TYPE.get(options["type"], str)
+        possible = [options["type"](write(each)) for each in values]
+    if value is None or not {*map(str, values)} <= {*map(str, possible)}:
+        raise ValueError(f"{flag(name)} is {value}")
+
+
+def resolve(settings: S, replicas: int = 1) -> S:
+    """Return the settings with the defaults that depend on other flags.
+
+    Only --num-epochs waits for `with_run_length`. Raises MiniGPTError if flags contradict each
+    other.
+    """
+    lengths = [flag(name) for name in RUN_LENGTH_FLAGS if name in settings.typed]
+    if len(lengths) > 1:
+        raise MiniGPTError(f"{' and '.join(lengths)}: each says how long the run is; give only one")
+    # A high rate would destroy trained weights.
+    lr_factor = 1.0 if settings.init_from is None else 0.1
+    defaults = {
+        "data_seed": settings.seed,
+        "d_ff": 4 * settings.d_model,
+        "max_position_embeddings": settings.seq_len,
+        "lr": (0.8 if settings.optimizer == "muon" else 0.4) / settings.d_model * lr_factor,
+    }
+    defaults["min_lr"] = (settings.lr or defaults["lr"]) / 10
+    missing = {name: v for name, v in defaults.items() if getattr(settings, name) is None}
+    settings = with_run_length(settings.replace(**missing), replicas)
+    if settings.min_lr > settings.lr:
+        raise MiniGPTError(f"--min-lr {settings.min_lr:g} is above --lr {settings.lr:g}")
+    if settings.no_amp and settings.amp_dtype != "auto":
+        raise MiniGPTError(f"--amp-dtype {settings.amp_dtype} and --no-amp contradict each other")
+    if settings.mlp_chunks != 1 and settings.compile:
+        raise MiniGPTError(
+            f"--mlp-chunks {settings.mlp_chunks}: compiled blocks are not cut; --no-compile or "
+            "--mlp-chunks 1"
+        )
+    settings.model_config(vocab_size=1)  # report an impossible shape before the data are read
+    return settings
+
+
+def with_run_length(settings: S, replicas: int, windows: int | None = None) -> S:
+    """Return the settings with --num-steps as --num-tokens or --num-epochs gives it, rounded up to
+    whole steps, and with the default of --warmup-steps, which depends on --num-steps.
+
+    `windows`: number of training sequences in an epoch; None: the data are not read yet. Without
+    them --num-epochs cannot set anything.
+    """
+    tokens: int | Fraction | None = settings.num_tokens
+    if settings.num_epochs is not None:
+        if windows is None:
+            return settings
+        # Fraction("1.1") is exact: 1.1 epochs of 10 sequences are 11 steps of one sequence.
+        # Fraction(1.1) is a little more than 1.1, and would give 12 steps.
+        tokens = Fraction(str(settings.num_epochs)) * windows * settings.seq_len
+    steps, warmup = settings.num_steps, settings.warmup_steps
+    if tokens is not None:
+        steps = math.ceil(Fraction(tokens) / settings.tokens_per_step(replicas))
+    return settings.replace(num_steps=steps, warmup_steps=steps // 20 if warmup is None else warmup)
+
+
+def check_layout(settings: Settings, layout: Layout, script: str) -> None:
+    """Raise MiniGPTError for flags that the processes of `layout` do not support. `script`: name of
+    the trainer, for the message."""
+    n, plan = layout.world_size, settings.recompute_plan
+    if layout.kind in ("fsdp", "sp"):
+        if plan.group_size > 1 and not plan.nested and n > 1:  # (one process has no shards)
+            raise MiniGPTError(
+                f"--use-activation-checkpoint {settings.use_activation_checkpoint}: {script} "
+                f"gathers block by block; {format_recompute_plan(plan._replace(nested=True))} fits"
+            )
+        if settings.compress_gradients:
+            raise MiniGPTError(
+                "--compress-gradients: train_ddp.py can; --no-compress-gradients fits"
+            )
+    if layout.sp_degree > 1:
+        for name in ("n_heads", "seq_len"):
+            value = getattr(settings, name)
+            if value < n:
+                raise MiniGPTError(
+                    f"{flag(name)} {value}: each of {n} processes of train_sp.py needs one at "
+                    f"least: --nproc-per-node={value}, or train_fsdp.py"
+                )
+        if settings.compile:
+            raise MiniGPTError(
+                "--compile: train_fsdp.py can; train_sp.py has not been tried with it"
+            )
