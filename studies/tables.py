@@ -22,31 +22,30 @@ from planner import CARDS
 from planner.choose import UNIFORM_POLICIES
 from scripts import cli_main
 from scripts.benchmark import table
-from scripts.plan_memory import parse_request
+from scripts.plan_memory import make_plan, parse
 from scripts.plan_table import (
-    Candidate,
-    candidate_of,
+    as_json,
     digits,
     format_time,
     longest_sequence,
+    replayed,
     search_settings,
     with_length,
 )
 from scripts.style import about, write_json
-from trainer.flags import SHAPE_BY_MODEL, OneLineParser, output_file
+from trainer.flags import OneLineParser, output_file
 from trainer.metrics import format_bytes
+from trainer.plan import Plan
+from trainer.settings import SHAPE_BY_MODEL
 
 Rows = list[dict[str, Any]]
-MADE = defaultdict[tuple, dict](dict)  # (device, precision) -> cache of simulated steps
 
 
-def plan(flags: str, policy: str = "none", clock: str = "") -> Candidate:
+def planned(flags: str, policy: str = "none", clock: str = "") -> Plan:
     """Return one row of plan_memory. `clock`: name of the card for which the time is predicted; "":
     the card that --card names."""
-    request, _ = parse_request(flags.split())
-    card, made = CARDS.get(clock, request.card), MADE[request.device.type, request.precision]
-    request = replace(request, card=card, planner_cache=made)
-    return candidate_of(request, use_activation_checkpoint=policy)
+    plan, _ = make_plan(parse(flags.split()))
+    return replace(plan, card=CARDS.get(clock, plan.card)).with_policy(policy)
 
 
 # ---- What each policy costs
@@ -69,11 +68,11 @@ def ladder_row(name: str) -> dict[str, Any]:
     policy, chunks = WAYS[name]
     flags = f"--dropout 0 --amp-dtype bfloat16 --loss-chunks {chunks}"
     peaks = {
-        column: plan(f"{shape} {flags} --device cpu", policy).step.peak
+        column: planned(f"{shape} {flags} --device cpu", policy).peak
         for column, shape in PEAKS.items()
     }
     timed = f"{PEAKS['124M, B=12']} {flags} --device cuda"
-    seconds = {card: plan(timed, policy, card).seconds for card in CLOCKS}
+    seconds = {card: planned(timed, policy, card).seconds for card in CLOCKS}
     return {"name": name, "peak_bytes": peaks, "seconds": seconds}
 
 
@@ -113,18 +112,18 @@ def card_row(name: str) -> dict[str, Any]:
     flags = {model: f"--card {name.replace(' ', '-')} --model {model}" for model in SHAPE_BY_MODEL}
     batches = {
         model: [
-            plan(f"{words} --batch-size 1 --loss-chunks {chunks}", policy).largest_batch
+            planned(f"{words} --batch-size 1 --loss-chunks {chunks}", policy).largest_batch
             for policy, chunks in SPENT
         ]
         for model, words in flags.items()
     }
     fit = (
-        plan(f"{flags[model]} {STEP}").request
+        planned(f"{flags[model]} {STEP}")
         for model in reversed(SHAPE_BY_MODEL)
         if batches[model][-1]
     )
     best = next(settings[0] for settings in map(search_settings, fit) if settings)
-    row = best.as_json(best.request.args) | {"model": best.request.args.model}
+    row = as_json(best, best.settings) | {"model": best.settings.model}
     return {
         "card": name,
         "memory_bytes": CARDS[name].memory,
@@ -180,16 +179,16 @@ def length_row(way: tuple[tuple[str, int, int], str]) -> dict[str, Any]:
     flags = f"--model {model} --device cuda --memory-budget {budget} --batch-size 1 --dropout 0 "
     flags += f"--mlp-chunks {mlp_chunks}"
     flags += f" --nproc-per-node {processes} --sp" * (processes > 1)
-    row = plan(flags, policy.replace("K", str(group)), clock)
-    tokens = longest_sequence(row.request)
-    then = candidate_of(row.request.with_args(with_length(row.request.args, tokens)))
+    row = planned(f"{flags} --longest-sequence", policy.replace("K", str(group)), clock)
+    tokens = longest_sequence(row) or 0
+    then = row.with_flags(**with_length(row.settings, tokens))
     return {
         "model": model,
         "policy": policy,
         "mlp_chunks": mlp_chunks,
         "processes": processes,
         "tokens": tokens,
-        "replayed": then.replayed,
+        "replayed": replayed(then),
         "seconds": then.seconds,
         "host_bytes": processes * then.step.host_bytes,
     }

@@ -28,8 +28,8 @@ from harness import planned  # noqa: E402
 from harness.runs import plan_nothing  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+import trainer.build  # noqa: E402
 import trainer.plan  # noqa: E402
-import trainer.setup  # noqa: E402
 from data import load_dataset  # noqa: E402
 
 trainer.plan.make_planner = planned.make_once  # replaced before another module imports it
@@ -78,14 +78,14 @@ def plans_nothing():
         patch.setenv("PLANS_NOTHING", "1")
         plan_nothing()
         yield
-        trainer.setup.plan_memory = trainer.plan.plan_memory
+        trainer.build.plan_run = trainer.plan.plan_run
 
 
 @pytest.fixture
 def plans_memory(monkeypatch) -> None:
     """Let runs of trainers predict their memory, as they do for a user."""
     monkeypatch.delenv("PLANS_NOTHING")
-    monkeypatch.setattr("trainer.setup.plan_memory", trainer.plan.plan_memory)
+    monkeypatch.setattr("trainer.build.plan_run", trainer.plan.plan_run)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from planner import CARDS, Card, cards
 from planner.cards import choose_card
 from planner.formulas import flops_per_token
 from scripts import benchmark
-from trainer.flags import model_config
 
 SHAPE = (
     "--device cpu --no-amp --vocab-size 211 --n-layers 3 --n-heads 2 --d-model 64 --seq-len 32 "
@@ -145,6 +144,6 @@ def test_shares_of_what_a_gpu_can_do(monkeypatch):
     card = choose_card(asked.args, cuda)
     question = replace(asked, device=cuda, precision=torch.float32, card=card)
     row = benchmark.make_row(question, fake_worker([], "full"))
-    needed, replayed = flops_per_token(model_config(asked.args, 211), 32)
+    needed, replayed = flops_per_token(asked.args.model_config(211), 32)
     assert row["mfu"] == pytest.approx(row["tokens_per_s"] * needed / 156e12)
     assert row["hfu"] == pytest.approx(row["mfu"] * (1 + replayed / needed))

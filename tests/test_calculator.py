@@ -14,7 +14,6 @@ from planner.formulas import count_parameters, flops_per_token
 from scripts import memory_page, plan_memory
 from studies.calculator_tables import OFFERED, tables
 from trainer.device import without_margin
-from trainer.flags import model_config, with_flags
 from trainer.plan import vocab_size_of
 
 DRAWN = random_states(60)
@@ -79,11 +78,11 @@ def test_formulas_and_commands_are_the_planners(part, request):
         words[1][card : card + 2] = "--device", "cuda"  # (the page knows a card by its size alone)
         asked, _ = plan_memory.parse_request(words[1])
         asked = asked.with_args(
-            with_flags(asked.args, use_activation_checkpoint=run.use_activation_checkpoint)
+            asked.args.replace(use_activation_checkpoint=run.use_activation_checkpoint)
         )
         config, step = asked.config, asked.predicted_step
         for args in (run, see):  # (the plan has a row for each policy)
-            assert config == model_config(args, vocab_size_of(args))
+            assert config == args.model_config(vocab_size_of(args))
             assert all(getattr(args, name) == getattr(asked.args, name) for name in SAME)
         assert (asked.processes, asked.ddp) == (n, trainer == "ddp")
         assert asked.shard_degree == (n if trainer == "fsdp" else 1)

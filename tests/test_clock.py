@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from planner import CARDS, Card, roofline, step, this_machine, timeline
 from planner.op_recorder import OpRecorder
 from planner.roofline import seconds_of_each_op
-from trainer.plan import PlanRequest
+from trainer.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 aten = torch.ops.aten
@@ -136,7 +136,7 @@ def test_a_roofline_by_hand():
 # ---- a step of several micro-batches
 
 
-def simulated_seconds(request: PlanRequest) -> float:
+def simulated_seconds(request: Plan) -> float:
     """The seconds of a whole step: all micro-batches, operator by operator, and one update."""
     plan, args, device_type = request.planner, request.args, request.device.type
     model, optimizer = plan.model, plan.optimizer
@@ -171,7 +171,7 @@ def test_a_step_takes_what_its_micro_batches_and_one_update_take(
     flags = f"{optimizer} {moments} --grad-accum-steps {n} --n-layers {n_layers} --d-model {width}"
     args = parse(f"{SHAPE} {flags} --batch-size 2 --use-activation-checkpoint {way}")
     precision = torch.bfloat16 if kind == "cuda" else torch.float32
-    asked = PlanRequest(args, 61, torch.device(kind), precision, card=card)
+    asked = Plan(args, 61, torch.device(kind), precision, card=card)
     assert asked.seconds(asked.predicted_step) == pytest.approx(simulated_seconds(asked), rel=0.01)
 
 

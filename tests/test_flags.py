@@ -13,15 +13,12 @@ from memory.policies import format_recompute_plan, parse_recompute_plan
 from planner.formulas import count_parameters
 from trainer.flags import (
     as_argv,
-    build_parser,
-    model_config,
-    resolve_defaults,
     set_num_steps,
 )
 
 
 def parse(flags: str = ""):
-    return build_parser("test", "x.pt").parse_args(flags.split())
+    return parse_settings(flags.split())
 
 
 # ---- back to words
@@ -58,7 +55,7 @@ TYPED = st.lists(st.sampled_from(WAYS), max_size=6)
 
 
 def parse_all(typed: list[list[str]]):
-    return build_parser("test", "x.pt").parse_args([word for words in typed for word in words])
+    return parse_settings([word for words in typed for word in words])
 
 
 @settings(max_examples=150)
@@ -81,8 +78,8 @@ def test_words_and_flags_are_the_same(typed, later):
 )
 def test_a_name_stands_for_a_shape(name, millions):
     """And a single flag overrides it."""
-    args = resolve_defaults(parse(f"--model {name}"))
-    config = model_config(args, 50257)
+    args = resolve(parse(f"--model {name}"))
+    config = args.model_config(50257)
     assert round(count_parameters(config) / 1e6, 1) == millions
     assert config.d_model // config.n_heads == 64 and config.d_ff == 4 * config.d_model
     assert args.seq_len == args.max_position_embeddings == 1024 and args.tokenizer_name == "gpt2"
@@ -128,7 +125,7 @@ BATCH = "--batch-size 5 --grad-accum-steps 2 --seq-len 10"  # 100 tokens a repli
     ],
 )
 def test_in_steps(flags, replicas, steps, warm_up):
-    args = resolve_defaults(parse(f"{BATCH} {flags}"), replicas)
+    args = resolve(parse(f"{BATCH} {flags}"), replicas)
     if args.num_epochs is None:  # then nothing has to wait for the data
         assert (args.num_steps, args.warmup_steps) == (steps, warm_up)
     set_num_steps(args, replicas, windows=110)
@@ -163,8 +160,8 @@ def test_what_is_written_says_the_same_and_is_the_shortest(text, n_layers):
     config = replace(CONFIG, n_layers=n_layers, recompute=text)
     assert recompute_plan_of_config(config) == found
     assert sum(blocks for _, blocks in found.group_policies_and_sizes) == n_layers
-    typed = resolve_defaults(parse(f"--use-activation-checkpoint {text} --n-layers={n_layers}"))
-    assert model_config(typed, 97).recompute == written
+    typed = resolve(parse(f"--use-activation-checkpoint {text} --n-layers={n_layers}"))
+    assert typed.model_config(97).recompute == written
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from scripts import generate
 from scripts.benchmark import make_run, timed_step
 from trainer.clocks import PeakMemoryClock
 from trainer.device import choose_precision, without_margin
-from trainer.plan import PlanRequest, deeper_policies
+from trainer.plan import Plan, deeper_policies
 from trainer.process import OneProcess
 from trainer.run import Run
 
@@ -76,7 +76,7 @@ def train_on_it(path: Path, *flags: str) -> int:
 
 def plan_of(flags: str) -> Planner:
     args = BENCH.args(flags)
-    return PlanRequest(args, args.vocab_size, DEVICE, choose_precision(args, DEVICE)).planner
+    return Plan(args, args.vocab_size, DEVICE, choose_precision(args, DEVICE)).planner
 
 
 def after(steps: int, flags: str = "", policy: str = "full", device: torch.device = DEVICE) -> Run:
@@ -208,7 +208,7 @@ def test_a_run_that_finds_less_memory_ends_with_the_same_bits(in_holes, tmp_path
 def test_offload_is_the_last_way_out():
     """Of a GPU, which need not be there to be planned for."""
     args = Bench(dry=True).args("--n-layers 4 --seq-len 256 --batch-size 8")
-    question = PlanRequest(args, args.vocab_size, torch.device("cuda"), torch.bfloat16)
+    question = Plan(args, args.vocab_size, torch.device("cuda"), torch.bfloat16)
     ways = [policy for policy, _ in deeper_policies(question, "none")]
     assert len(ways) > 2 and [way for way in ways if "offload" in way] == ways[-1:]
 
@@ -220,9 +220,9 @@ def test_python_does_not_wait_in_a_step(flags, tmp_path):
     file = tmp_path / "ids.npy"
     with nullcontext() if ON_GPU else fake_cuda():
         run = after(2, flags, device=CUDA)
-        np.save(file, np.arange(50 * run.args.seq_len, dtype=np.uint16) % 64)
+        np.save(file, np.arange(50 * run.settings.seq_len, dtype=np.uint16) % 64)
         files = [TokenFile.from_path(file, 64)]
-        run.training_batches = TrainBatches(files, 2, run.args.seq_len, 0, CUDA)
+        run.training_batches = TrainBatches(files, 2, run.settings.seq_len, 0, CUDA)
         timed_step(run)  # from a file, as in a true run
         run.step += 1
         torch.cuda.set_sync_debug_mode("warn")  # (this call itself warns)

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from data.errors import MiniGPTError
 from planner import CARDS
 from planner.cards import choose_card
-from trainer.flags import model_config, with_flags
 from trainer.plan import (
     POLICY_FLAG,
-    PlanRequest,
+    Plan,
     describe_suggested_change,
     plan_memory,
 )
@@ -79,7 +78,7 @@ PLANNED: dict[str, dict] = {"cpu": {}, "cuda": {}}
 def test_advice_fits_and_repeats_nothing(typed, kind, share):
     """By the planner itself. `share` of the way from the state to the peak is there for tensors."""
     args = parse(f"{SHAPE} {' '.join(f'{name} {value}' for name, value in typed.items())}")
-    plain = PlanRequest(args, 61, torch.device(kind), torch.float32, planner_cache=PLANNED[kind])
+    plain = Plan(args, 61, torch.device(kind), torch.float32, planner_cache=PLANNED[kind])
     room = plain.state_bytes + share * (plain.predicted_step.peak - plain.state_bytes)
     room = room if share > 0 else (1 + share) * plain.state_bytes
     asked = replace(plain, memory_budget=room_for(room))
@@ -91,7 +90,7 @@ def test_advice_fits_and_repeats_nothing(typed, kind, share):
         assert not {(name, str(value)) for name, value in typed.items()} & flags.items()
         if "of this card" in way:
             n = int(words.split()[0])
-            shards = replace(asked, args=with_flags(args, **{POLICY_FLAG: "full"}), shard_degree=n)
+            shards = replace(asked, args=args.replace(**{POLICY_FLAG: "full"}), shard_degree=n)
             assert shards.fits and n > 1
         elif way.startswith("--"):
             flags |= {"--use-activation-checkpoint": policy} if policy else {}
@@ -118,11 +117,11 @@ def machine(monkeypatch):
 def words(flags: str = "", processes: int = 1) -> str:
     args, process = parse(f"{SHAPE} {flags}"), OneProcess(CPU)
     process.local_world_size = processes
-    return plan_memory(args, process, model_config(args, 61), torch.float32).words
+    return plan_memory(args, process, args.model_config(61), torch.float32).words
 
 
 def peak(flags: str = "") -> int:
-    return PlanRequest(parse(f"{SHAPE} {flags}"), 61, CPU, torch.float32).predicted_step.peak
+    return Plan(parse(f"{SHAPE} {flags}"), 61, CPU, torch.float32).predicted_step.peak
 
 
 @pytest.mark.parametrize(

@@ -71,15 +71,15 @@ def evaluation_fails(run) -> None:
 
 
 def shrink(name: str, n_tokens: int):
-    return lambda run: os.truncate(getattr(run.args, name)[0], 2 * n_tokens)
+    return lambda run: os.truncate(getattr(run.settings, name)[0], 2 * n_tokens)
 
 
 def overwrite(run) -> None:
-    Path(run.args.train_data[0]).write_bytes(b"\xff" * 1500)
+    Path(run.settings.train_data[0]).write_bytes(b"\xff" * 1500)
 
 
 def unlink(run) -> None:
-    Path(run.args.train_data[0]).unlink()
+    Path(run.settings.train_data[0]).unlink()
 
 
 NCCL = DistBackendError("ncclUnhandledCudaError: ...\nLast error:\nFailed to CUDA calloc 6 bytes")

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memory import POLICY_NAMES, offload
-from trainer.flags import model_config
 from trainer.metrics import format_bytes
 from trainer.plan import plan_memory
 from trainer.process import OneProcess
@@ -57,7 +56,7 @@ def test_the_memory_of_a_cpu_is_part_of_the_room(monkeypatch, everything_travels
     monkeypatch.setattr("trainer.plan.choose_card", lambda args, device: None)
     for name in ("plan.total_memory", "device.free_memory"):
         monkeypatch.setattr(f"trainer.{name}", lambda d: 9 * X - 3 if d.type == "cpu" else 2**26)
-    words = plan_memory(args, process, model_config(args, 61), torch.float32).words
+    words = plan_memory(args, process, args.model_config(61), torch.float32).words
     (line,) = words.splitlines()[1:]
     assert line.startswith(f"warning  each process needs {3 * X / 1024:.1f} KiB of CPU memory")
     assert line.endswith(" --batch-size 4 --grad-accum-steps 2 fits (the same sequences)")

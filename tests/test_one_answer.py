@@ -15,8 +15,8 @@ from planner import CARDS, Planner
 from planner.choose import uniform_policies
 from scripts import memory_page, plan_memory
 from trainer.device import MemoryBudget
-from trainer.flags import model_config, to_argv, with_flags
-from trainer.plan import PlanRequest
+from trainer.flags import model_config
+from trainer.plan import Plan
 from trainer.plan import plan_memory as plan_run
 from trainer.process import OneProcess
 
@@ -36,10 +36,10 @@ def flags_of(model: str, share: float | None = None) -> str:
     return f"{shape} --memory-budget {budget_of(model, share)}b --card {card.replace(' ', '-')}"
 
 
-def of_card(model: str, args) -> PlanRequest:
+def of_card(model: str, args) -> Plan:
     """To the planner itself."""
     card, gpu = CARDS[MODELS[model][0]], torch.device("cuda")
-    return PlanRequest(args, 4096, gpu, torch.bfloat16, card=card)
+    return Plan(args, 4096, gpu, torch.bfloat16, card=card)
 
 
 @cache
@@ -63,7 +63,7 @@ def of_auto(flags: str, monkeypatch) -> str | None:
     args = parse(f"{flags} --use-activation-checkpoint auto")
     process = OneProcess(torch.device("cuda"))
     try:
-        config, words, *_ = plan_run(args, process, model_config(args, 4096), torch.bfloat16)
+        config, words, *_ = plan_run(args, process, args.model_config(4096), torch.bfloat16)
     except MiniGPTError:
         return None
     assert words.startswith(f"auto takes {config.recompute}: ")
@@ -123,6 +123,6 @@ def test_all_say_the_same(model, share, tmp_path, monkeypatch, request):
     if answer not in ("none", None):
         asked = replace(of_card(model, args), memory_budget=MemoryBudget(budget, "cuda"))
         _, knob = asked.advice_and_change()
-        told = model_config(with_flags(args, **knob.flags), 4096).recompute
-        assert told == of_plan_memory(f"{flags} {' '.join(to_argv(knob.flags))}", tmp_path)
+        told = model_config(args.replace(**knob.flags), 4096).recompute
+        assert told == of_plan_memory(f"{flags} {' '.join(to_words(knob.flags))}", tmp_path)
         assert told == answer

@@ -18,8 +18,7 @@ from scripts.plan_table import (
     search_settings,
     with_length,
 )
-from trainer.flags import model_config, to_argv, with_flags
-from trainer.plan import PlanRequest
+from trainer.plan import Plan
 from trainer.plan import plan_memory as plan_run
 from trainer.process import OneProcess
 
@@ -28,7 +27,7 @@ TYPED = "--seq-len 64 --batch-size 4 --grad-accum-steps 3 --card H100"
 pytestmark = pytest.mark.usefixtures("everything_travels")  # as in answers
 
 
-def asked(tensors: float, more: str = "") -> PlanRequest:
+def asked(tensors: float, more: str = "") -> Plan:
     """With so many bytes for tensors."""
     return replace(question(f"{TYPED} {more}"), memory_budget=room_for(tensors))
 
@@ -69,7 +68,7 @@ def test_the_longest_sequence_of_each_row():
     limit, lengths = answer.json["safe_bytes"], []
     for row in answer.json["rows"]:
         longest, args = row["longest_sequence_safely"], plain.args
-        args = with_flags(args, use_activation_checkpoint=row["name"])
+        args = args.replace(use_activation_checkpoint=row["name"])
         fits, more = (
             plain.with_args(with_length(args, longest + n)).predicted_step for n in (0, STEP)
         )
@@ -95,7 +94,7 @@ def test_the_flags_of_a_length(flags, length, words):
     asked, _ = parse_request([*flags.split(), "--use-toy-data"])
     wanted = with_length(asked.args, length)
     changes = candidate_of(asked.with_args(wanted)).changes(asked.args)
-    assert " ".join(to_argv(changes)).removesuffix(NONE).strip() == words
+    assert " ".join(to_words(changes)).removesuffix(NONE).strip() == words
     found = parse(f"{flags} {words}")
     assert found.seq_len == length <= found.max_position_embeddings
     assert found.max_position_embeddings == wanted.max_position_embeddings
@@ -104,11 +103,11 @@ def test_the_flags_of_a_length(flags, length, words):
 # ---- all knobs
 
 
-def dealt(one: PlanRequest, size: int) -> PlanRequest:
+def dealt(one: Plan, size: int) -> Plan:
     """Its sequences of a step in micro-batches of that size."""
     sequences = one.args.batch_size * one.args.grad_accum_steps
     parts = {"batch_size": size, "grad_accum_steps": sequences // size}
-    return one.with_args(with_flags(one.args, **parts))
+    return one.with_flags(**parts)
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +181,6 @@ def test_plan_memory_and_auto_name_them(monkeypatch):
     auto = parse(f"{SHAPE} {WIDE} {CARD} {budget} --use-activation-checkpoint auto")
     fits, more = (dealt(plain, size).predicted_step.peak for size in (12, 24))
     assert fits <= answer.json["safe_bytes"] < more
-    config, process = model_config(auto, 61), OneProcess(torch.device("cuda"))
+    config, process = auto.model_config(61), OneProcess(torch.device("cuda"))
     assert f"\nmemory   {line}\nmemory   " in plan_run(auto, process, config, torch.bfloat16).words
     assert auto.batch_size == 24 and "--batch-size 24 " in answer.out.splitlines()[-1]

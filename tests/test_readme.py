@@ -137,7 +137,7 @@ TORCHRUNS = [command for command in commands() if command.startswith("torchrun "
 def test_flags_are_known():
     """Of trainers, in sentences, too; the slow test below runs the commands."""
     for flags in re.findall(r"train_\w+\.py (--[^\n`#]*)", TEXT):
-        build_parser("test", "x.pt").parse_args(flags.split())
+        parse_settings(flags.split())
     for command in TORCHRUNS:
         get_args_parser().parse_args(shlex.split(command)[1:])
 

@@ -33,7 +33,7 @@ from harness.runs import (
 
 from planner.choose import pareto_frontier, simulate_policies_fastest_first
 from trainer.device import choose_precision
-from trainer.plan import PlanRequest
+from trainer.plan import Plan
 
 slow, case, CPU = pytest.mark.slow, pytest.param, torch.device("cpu")
 SHAPE = "--n-layers=4 --batch-size=4 --num-steps=4"  # with more policies to choose from
@@ -177,7 +177,7 @@ def budgets(*flags: str) -> dict[str, float]:
     """The policies that `auto` takes, each by a budget for it, in KiB."""
     args = parse(*TINY, *SHAPE.split(), *flags)
     precision = choose_precision(args, CPU)
-    question = PlanRequest(args, 31, CPU, precision, ddp=True, processes=2)
+    question = Plan(args, 31, CPU, precision, ddp=True, processes=2)
     ways = pareto_frontier(simulate_policies_fastest_first(question.planner, args.batch_size))
     return {way.config.recompute: math.ceil(way.peak / 0.9 + 1) / 1024 for way in ways}
 

@@ -28,7 +28,8 @@ from hypothesis import strategies as st
 import train_minimal
 from memory import MemorySavingGPT
 from trainer.bootstrap import set_stdout_errors
-from trainer.flags import build_parser, resolve_defaults, with_flags
+from trainer.build import build_run
+from trainer.flags import with_flags
 from trainer.process import OneProcess
 from trainer.resume import (
     candidate_paths,
@@ -36,7 +37,6 @@ from trainer.resume import (
     load_newest,
     restore_flags,
 )
-from trainer.setup import build_run
 from trainer.snapshot import (
     LoadedSnapshot,
     SnapshotError,
@@ -287,12 +287,12 @@ def test_a_strange_value_is_one_line_or_changes_nothing(tmp_path, flags, n=100):
 
 def taken(before: str, typed: str) -> argparse.Namespace:
     """The flags of a run of `before` that is resumed with `typed`."""
-    saved, args = parse(before), build_parser("", "x.pt").parse_args(["--resume", *typed.split()])
+    saved, args = parse(before), parse_settings(["--resume", *typed.split()])
     state = {"args": vars(saved), "tokenizer": {"name": saved.tokenizer_name or "bpe"}}
     state |= {"config": {"vocab_size": 289}, "typed": sorted(saved.typed)}
     resumed = LoadedSnapshot(state, args.checkpoint_path)
     restore_flags(args, resumed)
-    check_flags(resolve_defaults(args), resumed)
+    check_flags(resolve(args), resumed)
     return args
 
 

@@ -180,7 +180,7 @@ def test_recipes_run_and_know_their_flags(tmp_path, recipe, program, sequences):
     # It may be started from where the text lies.
     result = run([*command, "my text.txt", "--lr", "1"], cwd=tmp_path, PATH=path, GPUS="4")
     words = result.stdout.splitlines()
-    args = build_parser("test", "x.pt").parse_args(words[words.index("--train-data") :])
+    args = parse_settings(words[words.index("--train-data") :])
     assert args.train_data == [f"{tmp_path}/my text.txt"] and args.lr == 1
     processes = 4 if program == "torchrun" else 1
     assert args.batch_size * args.grad_accum_steps * processes == sequences

@@ -15,7 +15,7 @@ from harness.sharded import CASES, LONG_CASES
 from memory import recompute_plan_of_config
 from planner.choose import pick_fastest_fitting_step
 from trainer.optimizer import make_optimizer
-from trainer.plan import PlanRequest
+from trainer.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 CPU = torch.device("cpu")
@@ -101,9 +101,7 @@ def test_plan_memory_plans_shards(flag, trainer, way, said):
         f"{way['shard_degree']} --num-steps 3"
     )
     precision = getattr(torch, answer.json["precision"])
-    planner_of = [
-        PlanRequest(parse(SHAPE), 64, CPU, precision, **more).planner for more in (way, {})
-    ]
+    planner_of = [Plan(parse(SHAPE), 64, CPU, precision, **more).planner for more in (way, {})]
     peak, alone = (plan.step(BATCH, recompute="full").peak for plan in planner_of)
     assert answer.peaks["full"] == peak < alone
     assert said in answer.out
@@ -115,7 +113,7 @@ def test_plan_memory_plans_shards(flag, trainer, way, said):
 
 def test_the_way_to_shards_is_named_where_the_state_does_not_fit():
     args = parse(f"{SHAPE} --device cpu --no-amp --use-activation-checkpoint full/2 {DEEP}")
-    ddp = PlanRequest(args, 64, CPU, torch.float32, ddp=True, processes=4)
+    ddp = Plan(args, 64, CPU, torch.float32, ddp=True, processes=4)
     at_state = replace(ddp, memory_budget=room_for(ddp.state_bytes))
     for asked, named in ((at_state, True), (replace(at_state, processes=1), False)):
         assert ("(train_fsdp.py deals them out)" in asked.advice_and_change()[0]) == named

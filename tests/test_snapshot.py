@@ -144,7 +144,7 @@ def test_a_snapshot_that_changes_while_a_run_is_set_up(path, capsys, monkeypatch
         torch.save(later, path)
         return claim(*given)
 
-    monkeypatch.setattr("trainer.setup.claim", save_and_claim)
+    monkeypatch.setattr("trainer.build.claim", save_and_claim)
     assert train_here(path, "--resume") == 2
     assert "another run was still at" in capsys.readouterr().err
     assert same(snapshot(path), later)

@@ -27,11 +27,7 @@ from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
 from train_sp import SPProcess
 from trainer import bootstrap
-from trainer.device import MemoryBudget
-from trainer.flags import model_config
-from trainer.plan import plan_memory
-from trainer.process import OneProcess
-from trainer.setup import (
+from trainer.build import (
     DERIVED_FLAGS,
     MAY_DIFFER,
     RANK_MISMATCH_HINTS,
@@ -41,6 +37,9 @@ from trainer.setup import (
     data_consistency_facts,
     find_data,
 )
+from trainer.device import MemoryBudget
+from trainer.plan import plan_memory
+from trainer.process import OneProcess
 from trainer.snapshot import LoadedSnapshot
 from trainer.torchrun import TorchrunProcess, agree_on_key, peer_failure_message
 
@@ -349,7 +348,7 @@ def test_the_smallest_budget_counts(monkeypatch, theirs, chosen):
         {MemoryBudget: MemoryBudget(theirs, "cpu")}.get(type(mine), mine),
         mine,
     ]
-    config, *_ = plan_memory(args, process, model_config(args, 31), torch.float32)
+    config, *_ = plan_memory(args, process, args.model_config(31), torch.float32)
     assert (config.recompute == "none") == (chosen == "none")
 
 

@@ -172,7 +172,7 @@ def test_the_sample_compiles_nothing(path, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
     # Without g++.
     monkeypatch.setattr("memory.head.compile_target_log_prob", lambda: target_log_prob_)
-    monkeypatch.setattr("trainer.setup.check_compiler", lambda device: None)
+    monkeypatch.setattr("trainer.build.check_compiler", lambda device: None)
     monkeypatch.setattr("trainer.shutdown.sample_text", sample)
     flags = ("--compile", "--no-amp", "--num-steps=2", "--sample-tokens=5")
     assert train_here(path, *flags) == 0
@@ -252,7 +252,7 @@ def test_tf32_is_a_setting_of_a_gpu_that_the_trainer_asks_for(path, monkeypatch)
         set_matmul_precision(CPU, tf32=not tf32)
         assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
     torch.set_float32_matmul_precision(before)
-    monkeypatch.setattr("trainer.setup.set_matmul_precision", lambda *how: asked.append(how))
+    monkeypatch.setattr("trainer.build.set_matmul_precision", lambda *how: asked.append(how))
     assert train_here(path, "--no-amp", "--num-steps=1", "--tf32") == 0
     assert asked == [(CPU, True)]
 
@@ -269,7 +269,7 @@ def test_the_first_lines_note_what_was_not_asked_for(flags, n_ids, says, tmp_pat
     run = ready(tmp_path)
     run.held_lock.close()
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    run.args = parse(*TINY, flags)
+    run.settings = parse(*TINY, flags)
     run.model.config = replace(run.model.config, vocab_size=n_ids)
     said = describe_run(run, "", None)
     assert says in said and said.count("note     ") == bool(says)

@@ -32,7 +32,7 @@ from data.errors import MiniGPTError
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from scripts import evaluate, export_hf, generate
-from trainer.flags import build_parser
+from trainer.build import check_same_on_all_ranks, consistency_facts, set_up_from_settings
 from trainer.pretrained import (
     TRANSFORMERS_TO_MINIGPT,
     load_model_and_tokenizer,
@@ -41,7 +41,6 @@ from trainer.pretrained import (
     renamed_and_transposed,
 )
 from trainer.process import OneProcess
-from trainer.setup import check_same_on_all_ranks, consistency_facts, set_up_from_flags
 
 CPU = torch.device("cpu")
 N_TOY, N_MODEL = TINY.index("--n-layers"), TINY.index("--batch-size")
@@ -234,17 +233,17 @@ def test_what_older_folders_hold_besides(tmp_path):
 def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     """And does not, if another process has other weights."""
     argv = [*TINY[N_MODEL:], f"--checkpoint-path={tmp_path}/run.pt", f"--init-from={folder}", text]
-    run = set_up_from_flags(build_parser("test", "x.pt").parse_args(argv), OneProcess.from_args)
+    run = set_up_from_settings(parse_settings(argv), OneProcess.from_args)
     assert same(run.model.state_dict(), load_model_and_tokenizer(folder, CPU)[0].state_dict())
-    assert (run.step, run.args.seq_len, run.data.tokenizer.vocab_size) == (0, 32, 257)
+    assert (run.step, run.settings.seq_len, run.data.tokenizer.vocab_size) == (0, 32, 257)
     assert run.model.config.dropout == 0.1 and not run.optimizer.state  # the run's own
-    assert run.args.lr == pytest.approx(0.04 / 16)
+    assert run.settings.lr == pytest.approx(0.04 / 16)
     assert f"weights  {folder}, as transformers writes them" in capsys.readouterr().out
 
     tensors = gpt2_tensors()
     tensors["ln_f.bias"][3] += 1e-6
     paths = (folder, folder, write_folder(tmp_path / "other", tensors))
-    common = (run.args, run.process, run.precision)
+    common = (run.settings, run.process, run.precision)
     with pytest.raises(MiniGPTError, match="--init-from: rank 0 has .*, rank 2 has .*same w"):
         check_same_on_all_ranks(
             [consistency_facts(*common, open_pretrained(path)) for path in paths]

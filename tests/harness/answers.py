@@ -1,7 +1,6 @@
 """Run scripts.plan_memory for one small model, and parse its answers. Each answer is
 cached, so a process runs each request only once."""
 
-import argparse
 import json
 import tempfile
 from contextlib import redirect_stdout
@@ -16,7 +15,8 @@ from harness.runs import parse
 
 from scripts import plan_memory
 from trainer.device import MemoryBudget, without_margin
-from trainer.plan import PlanRequest
+from trainer.plan import Plan
+from trainer.settings import Settings
 
 SHAPE = "--use-toy-data --vocab-size 61 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 32"
 BATCH = 64
@@ -64,9 +64,9 @@ def words(flags: str) -> list[str]:
     return f"{SHAPE} --batch-size {BATCH} {flags}".split()
 
 
-def question(flags: str) -> PlanRequest:
-    """Return the plan request for these flags."""
-    return plan_memory.parse_request(words(flags))[0]
+def question(flags: str) -> Plan:
+    """Return the plan of plan_memory for these flags."""
+    return plan_memory.make_plan(plan_memory.parse(words(flags)))[0]
 
 
 def budget_for(tensors: float) -> str:
@@ -82,7 +82,7 @@ def room_for(tensors: float) -> MemoryBudget:
     return MemoryBudget(next(n for n in about if without_margin(n, "cpu") >= tensors), "cpu")
 
 
-def run(words: list[str]) -> argparse.Namespace:
+def run(words: list[str]) -> Settings:
     """Parse a recommended command, and return the flags that it passes to train_minimal.py."""
     assert words[:2] == ["python", "train_minimal.py"]
     return parse(" ".join(words[2:]))

@@ -183,7 +183,9 @@ def train_step(run: Run, *others: Act) -> Any:
         "collectives": sorted(collectives.seen),
         "rescues": len(run.policies_out_of_memory),
     }
-    with open(snapshot.sibling_path(run.args.checkpoint_path, f".rank{RANK}.jsonl"), "a") as file:
+    with open(
+        snapshot.sibling_path(run.settings.checkpoint_path, f".rank{RANK}.jsonl"), "a"
+    ) as file:
         file.write(json.dumps(record) + "\n")
     return result
 

@@ -1,7 +1,6 @@
 """Sizes of the tests of a GPU, and a shortage of its memory. On a machine without a GPU, the same
 tests run on the CPU with small sizes."""
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,12 +33,10 @@ class Bench:
     def pick(self, real: Any, dry: Any) -> Any:
         return dry if self.dry else real
 
-    def args(self, flags: str = "", policy: str = "none") -> argparse.Namespace:
-        """Return the benchmark's arguments, with `flags` added."""
-        words = f"{self.pick(REAL, DRY)} {flags}".split()
-        args = benchmark.build_parser().parse_args(words)
-        benchmark.check(args)
-        return benchmark.with_policy(args, policy)
+    def settings(self, flags: str = "", policy: str = "none") -> benchmark.BenchmarkSettings:
+        """Return the benchmark's settings, with `flags` added."""
+        settings = benchmark.parse(f"{self.pick(REAL, DRY)} {flags}".split())
+        return settings.replace(use_activation_checkpoint=policy)
 
 
 @contextmanager

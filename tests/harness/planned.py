@@ -53,15 +53,21 @@ def shared(key: tuple, make: Any) -> Planner:
     return MADE[key]
 
 
-def make_once(args, config, device, precision, *way) -> Planner:
-    """Make a planner, in place of trainer.plan.make_planner. Requests that differ only in the
-    recompute policy or in the batch size share the simulated steps of one planner."""
-    plain = MiniGPTConfig(**vars(config) | {"recompute": "none"})
-    state = args.optimizer, args.moments_dtype, args.grad_accum_steps > 1, args.compress_gradients
-    key = plain, args.seq_len, device.type, precision, state, way, args.gather_dtype
-    planner = copy(shared(key, lambda: MAKE_PLANNER(args, plain, device, precision, *way)))
-    planner.config = config  # (the copy shares the steps, but not `on_simulate`)
+def make_once(settings, vocab_size, device, precision, layout, card, on_simulate) -> Planner:
+    """Make a planner, in place of trainer.plan.make_planner, or take that of an earlier test."""
+    config = settings.model_config(vocab_size)
+    state = settings.optimizer, settings.moments_dtype, settings.compress_gradients
+    state += settings.grad_accum_steps > 1, settings.gather_dtype
+    where = device, precision, layout, card
+    key = config, settings.seq_len, state, *where
+    planner = copy(
+        shared(key, lambda: MAKE_PLANNER.__wrapped__(settings, vocab_size, *where, on_simulate))
+    )
+    planner.on_simulate = on_simulate
     return planner
+
+
+make_once.cache_clear = lambda: None
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,7 +1,6 @@
 """Run the trainers as a user does, in new processes with a deadline, or in the process of the
 test."""
 
-import argparse
 import gc
 import json
 import multiprocessing.connection
@@ -23,13 +22,12 @@ from unittest.mock import patch
 import torch
 
 import train_minimal
+import trainer.build
 import trainer.plan
-import trainer.setup
-from model import MiniGPTConfig
-from trainer.device import MemoryBudget
-from trainer.flags import build_parser, resolve_defaults
+from trainer.plan import Plan
 from trainer.process import OneProcess
 from trainer.run import Run
+from trainer.settings import Settings, resolve
 
 ROOT = Path(__file__).parents[2]
 # Flags of the smallest run with two layers, dropout and several epochs. An epoch has 12 windows,
@@ -197,16 +195,21 @@ def train_here(path: Path, *flags: str, base: list[str] = TINY) -> int:
     return train_minimal.main([*base, "--checkpoint-path", str(path), *flags])
 
 
-def parse(*flags: str) -> argparse.Namespace:
+def typed(*flags: str) -> Settings:
     """Parse flags as a trainer does. (A string may contain several flags.)"""
-    return resolve_defaults(build_parser("test", "x.pt").parse_args(" ".join(flags).split()))
+    words = " ".join(flags).split()
+    return Settings.parse(words, "test", checkpoint_path=Path("x.pt"))
+
+
+def parse(*flags: str) -> Settings:
+    """Parse flags, and fill in the defaults that depend on other flags."""
+    return resolve(typed(*flags))
 
 
 def ready(folder: Path, *flags: str) -> Run:
     """Set up a run with TINY and `flags` in this process. Return the run before its first step."""
-    args = parse(*TINY, *flags)
-    args.checkpoint_path = folder / "run.pt"
-    return trainer.setup.build_run(args, OneProcess(torch.device("cpu")))
+    settings = parse(*TINY, *flags).replace(checkpoint_path=folder / "run.pt")
+    return trainer.build.build_run(settings, OneProcess(torch.device("cpu")))
 
 
 def torchrun(
@@ -242,20 +245,25 @@ def plan_nothing() -> None:
     as long as the rest of a small run. But it stays on for --use-activation-checkpoint auto, and
     for a run that torchrun has restarted after an out-of-memory error."""
 
-    def plan(args, process, config, precision, *given):
-        if args.use_activation_checkpoint == "auto" or process.last_failed_policy():
-            return trainer.plan.plan_memory(args, process, config, precision, *given)
-        policies = policies_of(args, process, config, precision)
-        return trainer.plan.MemoryPlan(config, "not predicted", None, policies)
+    def plan(settings: Settings, vocab_size: int, process: OneProcess, precision: torch.dtype):
+        if settings.use_activation_checkpoint == "auto" or process.last_failed_policy():
+            return trainer.plan.plan_run(settings, vocab_size, process, precision)
+        where = process.device, precision
+        plan = Plan(settings, vocab_size, *where, layout=process.layout)
+        return plan.policy, PlannedLate([plan]), "not predicted"
 
-    trainer.setup.plan_memory = plan
+    trainer.build.plan_run = plan
 
 
-def policies_of(args, process, config: MiniGPTConfig, precision: torch.dtype) -> Iterator:
-    """Yield `deeper_policies` of a config. Plan them only if memory runs out."""
-    way = process.gradients_persist, process.world_size, process.shard_degree, process.sp_degree
-    what = args, config.vocab_size, process.device, precision, MemoryBudget(None, "cpu"), None
-    yield from trainer.plan.deeper_policies(trainer.plan.PlanRequest(*what, *way), config.recompute)
+class PlannedLate(list[Plan]):
+    """A plan, followed by its `deeper` plans, which are made only if memory runs out."""
+
+    def __bool__(self) -> bool:
+        return False  # so no peak is asked for
+
+    def __iter__(self) -> Iterator[Plan]:
+        yield self[0]
+        yield from self[0].deeper()
 
 
 def snapshot(path: Path) -> dict:

@@ -31,7 +31,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from cases.shapes import CONFIG, WIDE, T  # noqa: E402
 from harness.changed import put_in  # noqa: E402
-from harness.runs import TINY, same  # noqa: E402
+from harness.runs import TINY, parse, same  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
@@ -44,10 +44,12 @@ from train_fsdp import FSDPProcess  # noqa: E402
 from train_sp import SPProcess  # noqa: E402
 from trainer.check_model import check_model, make_model_without_memory  # noqa: E402
 from trainer.clocks import LiveStorages  # noqa: E402
-from trainer.flags import build_parser, resolve_defaults  # noqa: E402
 from trainer.optimizer import make_optimizer  # noqa: E402
 from trainer.process import OneProcess  # noqa: E402
+from trainer.settings import ROWS  # noqa: E402
 from trainer.torchrun import main_and_exit  # noqa: E402
+
+SETTINGS = parse(*TINY, "--n-heads=4")
 
 
 def new_model(
@@ -57,7 +59,7 @@ def new_model(
     model = make_model_without_memory(config, process.make_model).to(dtype)
     with (
         patch.object(OneProcess, "allocate_parameters", no_whole_model)
-        if process.shard_degree > 1
+        if process.layout.shard_degree > 1
         else nullcontext()
     ):
         process.allocate_parameters(model)
@@ -150,7 +152,9 @@ def learn(process: OneProcess, variant: dict, dtype: torch.dtype, in_all: int = 
     """
 
     def draw() -> Iterator[tuple[Tensor, Tensor]]:
-        for number in range(process.rank % process.replicas, 3 * in_all, process.replicas):
+        for number in range(
+            process.rank % process.layout.replicas, 3 * in_all, process.layout.replicas
+        ):
             torch.manual_seed(number)
             ids = torch.randint(0, 61, (2, 15))
             left_out = slice(7, None) if number % 2 else slice(3, 13, 4)
@@ -159,11 +163,12 @@ def learn(process: OneProcess, variant: dict, dtype: torch.dtype, in_all: int = 
     shape = {name: value for name, value in variant.items() if name in vars(SHAPE)}
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     model, batches = new_model(process, replace(SHAPE, **shape), exact), draw()
-    flags = Namespace(**vars(process.args) | variant)
-    optimizer = make_optimizer(model, flags, process.device, dtype)
+    shared = {name: value for name, value in variant.items() if name in ROWS}
+    settings = SETTINGS.replace(**shared)
+    optimizer = make_optimizer(model, settings, process.device, dtype)
     if exact == torch.float64:  # use SGD: the trainers' own optimizers compute in float32
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    wrapper, n = process.wrap(model), in_all // process.replicas
+    wrapper, n = process.wrap(model), in_all // process.layout.replicas
     said = [train_step(process, wrapper, optimizer, batches, n, dtype) for _ in range(3)]
     found = process.full_state_dicts(model, optimizer)
     with torch.no_grad(), autocast(dtype):
@@ -180,7 +185,7 @@ def steps(fsdp: FSDPProcess, which: str) -> str:
     variants = VARIANTS if which == "all" else [VARIANTS[i] for i in (0, 1, -8, -7, -5, -3)]
     for dtype in (torch.float32, torch.bfloat16):
         for variant in variants:
-            ddp = DDPProcess(fsdp.args)
+            ddp = DDPProcess(SETTINGS)
             expected = learn(ddp, variant, dtype)
             del ddp.wrapper
             gc.collect()
@@ -189,7 +194,7 @@ def steps(fsdp: FSDPProcess, which: str) -> str:
             # gradients of the chunks would be added up in bfloat16.)
             low = dtype == torch.bfloat16 and "mlp_chunks" not in variant
             for gather in ("float32", "bfloat16")[: 1 + low]:
-                fsdp.args.gather_dtype = gather
+                fsdp.gather_dtype = gather
                 found = learn(fsdp, variant, dtype)
                 assert ddp.rank or same(expected, found), f"{variant}, {dtype}, {gather}"
     return f"{2 * len(variants)} variants equal"
@@ -217,7 +222,6 @@ def check_as_one(sp: SPProcess, policies: list[str], dtype: torch.dtype) -> None
         assert same(first, found), f"{policy} differs, {dtype}"
     if exact:
         one = OneProcess(sp.device)
-        one.args = sp.args
         alone = learn(one, shape, dtype, in_all=2)
         at_once = learn(sp, shape | {"loss_chunks": 1}, dtype, in_all=2)
         for found in (first, at_once) if sp.rank == 0 else ():
@@ -249,13 +253,12 @@ SUMS_OF_THREE = ["skips", "embedding_in_each_block", "first_stream"]
 
 def changed(sp: SPProcess, *names: str) -> str:
     """Compare each change that `check_model` accepts with one process. Print what it refuses."""
-    one, fsdp = OneProcess(sp.device), FSDPProcess(sp.args)
-    one.args = sp.args
+    one, fsdp = OneProcess(sp.device), FSDPProcess(SETTINGS)
     for name in names:
         put_in(name)
         dtype = torch.float64 if name in SUMS_OF_THREE else torch.float32
         expected = learn(one, {}, dtype, in_all=2)
-        for process in (DDPProcess(sp.args), fsdp, sp):
+        for process in (DDPProcess(SETTINGS), fsdp, sp):
             if not accepts(process, "none"):
                 if sp.rank == 0:
                     print(f"refused {name} {process.script}")
@@ -361,7 +364,7 @@ def measure(process: FSDPProcess, case: Case) -> int:
         while True:
             yield tuple(torch.randint(case.config.vocab_size, (2, case.batch_size, case.seq_len)))
 
-    process.args.gather_dtype = case.gather
+    process.gather_dtype = case.gather
     model, batches = new_model(process, case.config), draw()
     optimizer = make_optimizer(model, case.flags, process.device, torch.float32)
     process.wrap(model)
@@ -442,8 +445,7 @@ def main() -> int:
         "together": (together, SPProcess),
         "changed": (changed, SPProcess),
     }[what]
-    args = build_parser("test", "x.pt").parse_args([*TINY, "--n-heads=4"])
-    process = kind(resolve_defaults(args))
+    process = kind(SETTINGS)
     process.init_process_group()
     print(act(process, *words) + "\n", end="")
     dist.barrier()  # no process may end while another process still gathers

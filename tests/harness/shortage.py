@@ -10,14 +10,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from harness.runs import policies_of
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import train_minimal
 import trainer.run
 from trainer.clocks import LiveStorages
-from trainer.flags import model_config
 from trainer.run import Run
 from trainer.shutdown import run_safely
 
@@ -122,12 +120,10 @@ def strike(place: str, run: Run) -> Callable[[], None]:
     draw, left = random.Random(f"{place} {run.process.rank} {run.step}"), [place]
     real, begin, after = train_minimal.accumulate, run.clock.begin_phase, draw.random() < 0.5
     if place in ("rehearsed", "data", "early"):
-        run.model.config = model_config(run.args, run.model.config.vocab_size)
+        run.model.config = run.settings.model_config(run.model.config.vocab_size)
         kept: Any = run  # planned at the first strike
-        kept.policies_of_flags = getattr(run, "policies_of_flags", None) or [
-            *policies_of(run.args, run.process, run.model.config, run.precision)
-        ]
-        run.policies = kept.policies_of_flags
+        kept.first_plans = getattr(run, "first_plans", None) or [*run.plans]
+        run.plans = kept.first_plans
 
     def attempt(at: int | None, average: bool) -> tuple[list[torch.Tensor], int]:
         parts = ["data"]
@@ -137,7 +133,7 @@ def strike(place: str, run: Run) -> Callable[[], None]:
             begin(phase)
 
         def counts() -> bool:
-            last = parts.count("model is done") == run.args.grad_accum_steps
+            last = parts.count("model is done") == run.settings.grad_accum_steps
             known = {"data": "forward" not in parts, "early": not last, "last": last}
             return {**known, "buckets": parts[-1] == "forward"}.get(place, True)
 
@@ -189,14 +185,14 @@ def repeated(run: Run) -> Callable[[list[Place]], list[torch.Tensor]]:
     all tensors of the run after the step, or [] if no policy needs less memory.
     """
     run.step += 1
-    config, policies = run.model.config, [*run.policies]
+    config, plans = run.model.config, [*run.plans]
     parts = run.model, run.optimizer, run.scaler
     before = [deepcopy(part.state_dict()) for part in parts]
 
     def step(places: list[Place]) -> list[torch.Tensor]:
         for part, state in zip(parts, before, strict=True):
             part.load_state_dict(deepcopy(state))
-        run.model.config, run.policies = config, policies
+        run.model.config, run.plans = config, plans
         with running_out(run.step, *places):
             try:
                 found = train_minimal.train_step(run)
