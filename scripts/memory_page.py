@@ -221,7 +221,7 @@ def page_data(settings: PageSettings) -> dict[str, Any]:
         steps.append(step_data(record, name, labels, plan))
     has_budget = bool(card or settings.memory_budget)
     about = [
-        describe(plan, f"one of {n} micro-batches of {settings.batch_size} x " * (n > 1)),
+        describe(plan, f"one of {n} micro-batches of {settings.batch_size} x " if n > 1 else ""),
         f"predicted for {card.name}" if card else "predicted",
         f"tensors may take {budget}"
         if has_budget

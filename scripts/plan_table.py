@@ -347,7 +347,7 @@ def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
 def in_words(group: dict[str, Any]) -> tuple[str, str, str, str]:
     """Return the cells of a group: ("12 x blocks.*.mlp.c_fc: output", "12288x3072 bf16", line,
     why)."""
-    times = f"{group['count']} x " * (group["count"] > 1)
+    times = f"{group['count']} x " if group["count"] > 1 else ""
     shape = ""
     if group["dtype"]:
         sides = "x".join(map(str, group["shape"]))

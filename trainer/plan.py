@@ -66,7 +66,7 @@ Change = dict[str, Any]  # flags that are changed together: name in Settings -> 
 
 def cost_of(change: Change) -> str:
     """Return what a change that keeps the training the same costs, in words for the user."""
-    costs = ["the same sequences"] * ("batch_size" in change)
+    costs = ["the same sequences"] if "batch_size" in change else []
     if str(change.get(POLICY_FLAG)).endswith("+offload"):
         costs.append("what backward needs waits in CPU memory")
     if not costs and "loss_chunks" in change:

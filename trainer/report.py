@@ -98,12 +98,12 @@ def describe_device(run: Run) -> str:
     elif device.type == "cpu":
         threads = run.snapshot_metadata["threads"]
         hardware = (
-            f" ({threads} thread{'s' * (threads > 1)}; "
+            f" ({threads} thread{'s' if threads > 1 else ''}; "
             "another number of threads rounds sums differently)"
         )
     in_tf32 = run.settings.tf32 and device.type == "cuda" and run.precision == torch.float32
-    precision = str(run.precision).removeprefix("torch.") + ", matmuls in TF32" * in_tf32
-    return f"{device.type}{hardware}, {precision}"
+    precision = str(run.precision).removeprefix("torch.")
+    return f"{device.type}{hardware}, {precision}{', matmuls in TF32' if in_tf32 else ''}"
 
 
 def archive_note_lines(run: Run) -> list[str]:
@@ -279,6 +279,7 @@ def describe_result(
     usage = peak_memory_fields(run.process.device)
     peak = f"{format_bytes(usage['peak_memory_bytes'] or 0)} ({usage['peak_memory_kind']})"
     best = sibling_path(settings.checkpoint_path, ".best.pt")
+    lowest = f", lowest validation loss: {best}" if best.exists() else ""
     lines = [
         "",
         f"train    {describe_recent_loss(run, record)}",
@@ -287,8 +288,7 @@ def describe_result(
         *([f"speed    {speed}"] if run.clock.steps else []),
         f"memory   peak {peak}{describe_out_of_memory_retries(run)}",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
-        f"saved    {settings.checkpoint_path}"
-        + f", lowest validation loss: {best}" * best.exists(),
+        f"saved    {settings.checkpoint_path}{lowest}",
         f"next     {generate_command(run)}",
     ]
     if sample:
