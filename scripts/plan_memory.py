@@ -219,10 +219,10 @@ def command_line(typed: PlanSettings, **changes: Any) -> str:
     start = ["python", typed.script]
     if typed.nproc_per_node:
         start = ["torchrun", f"--nproc-per-node={typed.nproc_per_node}", typed.script]
-    omitted = {"memory_budget": None, "card": None, POLICY_FLAG: None}
-    if typed.fsdp or typed.sp:
-        omitted["compress_gradients"] = None
-    return shlex.join([*start, *typed.words(**omitted | changes)])
+    omitted = ["memory_budget", "card", POLICY_FLAG]
+    omitted += ["compress_gradients"] if typed.fsdp or typed.sp else []
+    words = typed.words(**changes, **dict.fromkeys({*omitted} - changes.keys()))
+    return shlex.join([*start, *words])
 
 
 def verdict(plan: Plan, typed: PlanSettings, taken: Plan | None, table: list[Plan]) -> list[str]:
