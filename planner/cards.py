@@ -344,23 +344,25 @@ def match_card(device_name: str, memory: int) -> Card | None:
     return next((card for card in named if 0.85 < memory / card.memory < 1.15), None)
 
 
-def choose_card(args: argparse.Namespace, device: torch.device) -> Card | None:
+def choose_card(
+    name: str | None, device: torch.device, tf32: bool, seq_len: int, head_size: int
+) -> Card | None:
     """Return the card for which seconds are estimated; None if the card is unknown.
 
-    `args`: a trainer's flags. --card names the card. Without --card the result is this machine's
-    CUDA GPU, if CARDS has it. With --tf32 the float32 rate of the returned card is the rate of
-    TF32, which is half of the card's bfloat16 rate. (If this half is less than the card's float32
-    rate, the float32 rate does not change.) With `--card this-machine` the function measures the
-    device in two or three seconds. It measures attention with the model's sequence length and head
-    size.
+    Args:
+        name: value of --card. THIS_MACHINE: measure `device`, in two or three seconds, attention
+            with sequences of `seq_len` tokens and heads of `head_size`. None: this machine's CUDA
+            GPU, if CARDS has it.
+        tf32: the float32 rate of the returned card is the rate of TF32, which is half of its
+            bfloat16 rate (unless this half is less than the card's float32 rate).
     """
-    if args.card == THIS_MACHINE:
-        return this_machine(device, args.seq_len, args.d_model // args.n_heads)
-    card = CARDS.get(args.card)
+    if name == THIS_MACHINE:
+        return this_machine(device, seq_len, head_size)
+    card = CARDS.get(name or "")
     if card is None and device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         card = match_card(properties.name, properties.total_memory)
-    if card and args.tf32:
+    if card and tf32:
         float32, bfloat16, float16 = card.flops
         card = replace(card, flops=(max(float32, bfloat16 / 2), bfloat16, float16))
     return card

@@ -100,7 +100,7 @@ def uniform_policies(planner: Planner) -> list[str]:
     block by block. On "mps" attention is not fused, so policies that keep the result of the fused
     attention operator are left out.
     """
-    left_out = {"full/2"} if planner.shard_degree > 1 else set()
+    left_out = {"full/2"} if planner.layout.shard_degree > 1 else set()
     if planner.device_type == "mps":
         left_out |= {name for name, policy in POLICIES.items() if policy.needs_fused_attention}
     return [policy for policy in UNIFORM_POLICIES if policy not in left_out]

@@ -43,6 +43,7 @@ from model import MiniGPTConfig
 
 from .batches import MAX_BATCH, bytes_at_ops_outside_head, largest_batch
 from .formulas import head_bytes
+from .layout import Layout
 from .op_recorder import CallSiteTracker, OpRecorder
 from .operators import cublas_workspace_bytes, kernel_workspace_bytes
 from .record import StepRecord, build_step_record
@@ -111,16 +112,12 @@ class Planner:
     clip_gradients: Callable[..., object] = nn.utils.clip_grad_norm_  # clips the gradients
     device_type: str = "cpu"
     accumulates_gradients: bool = False  # gradients of an earlier micro-batch exist in forward
-    ddp: bool = False  # gradients stay after the update, in DistributedDataParallel's buckets
+    # Which processes share what. The plan is for one process; with shared sequences for rank 0,
+    # because no other rank has more tokens or heads.
+    layout: Layout = Layout()
     # Gradients are averaged as bfloat16 copies. The plan counts all copies at once, as in DDP's
     # first step, in which one bucket has all gradients.
     compress_gradients: bool = False
-    # Number of processes that shard one model (train_fsdp.py). The plan is for one process. Do not
-    # combine sharding with `ddp`.
-    shard_degree: int = 1
-    # Number of processes that share each sequence (train_sp.py). The plan is for rank 0, because no
-    # other rank has more tokens or heads.
-    sp_degree: int = 1
     gather_in_bfloat16: bool = False  # gather the blocks' shards in bfloat16
     card_name: str | None = None  # name in CARDS; None: another card
 
@@ -128,12 +125,13 @@ class Planner:
         config = self.config
         self.on_cpu = self.device_type == "cpu"
         self.has_one_kernel_addmm = self.device_type == "cuda" and head.HAS_ADDMM_OUT_DTYPE
-        sequence = SequenceShard(0, self.sp_degree, config.n_heads, fake_all_to_all)
+        sequence = SequenceShard(0, self.layout.sp_degree, config.n_heads, fake_all_to_all)
         self.local_seq_len = sequence.start_sharding(self.seq_len).stop  # tokens per sequence
-        shard = sequence if self.sp_degree > 1 else None
+        shard = sequence if self.layout.sp_degree > 1 else None
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
         self.few_call_segments: dict[tuple, FewCallSegments] = {}
+        self.largest_batches: dict[tuple, int] = {}
         self.on_simulate: Callable[[], object] = lambda: None  # called before each simulation
         with self.fake:
             self.model = MemorySavingGPT(config, self.device_type, shard).train()
@@ -147,8 +145,8 @@ class Planner:
             # The model with the parameters that one process keeps and updates.
             self.local_model = (
                 self.model
-                if self.shard_degree == 1
-                else make_local_model(config, self.shard_degree)
+                if self.layout.shard_degree == 1
+                else make_local_model(config, self.layout.shard_degree)
             )
             named = [*self.model.named_parameters(), *self.local_model.named_parameters()]
             self.names = {parameter: name for name, parameter in named}
@@ -169,7 +167,7 @@ class Planner:
             # whole step if blocks with offload have several policies, or if sharded blocks run in
             # groups.
             is_mix, in_groups = len(set(plan.policies)) > 1, plan.group_size > 1
-            if plan.offload and is_mix or self.shard_degree > 1 and in_groups:
+            if plan.offload and is_mix or self.layout.shard_degree > 1 and in_groups:
                 _, self.steps[key] = self.simulate_whole_step(batch_size, config)
             else:
                 self.steps[key] = self.compose_step(batch_size, config)
@@ -225,7 +223,7 @@ class Planner:
             self.on_simulate()
             n = plain.n_layers // size
             if self.are_alike:  # only calls near the first and the last may differ
-                ends_differ = moves or self.shard_degree > 1
+                ends_differ = moves or self.layout.shard_degree > 1
                 n = min(n, 3 + 2 * offload.MAX_COPIES_IN_FLIGHT * moves if ends_differ else 2)
             short_plan = RecomputePlan((policy,) * n * size, size, nested, moves)
             short = replace(plain, n_layers=n * size, recompute=format_recompute_plan(short_plan))
@@ -246,16 +244,23 @@ class Planner:
             self.few_call_segments[key] = FewCallSegments(segments)
         return self.few_call_segments[key]
 
-    def largest_batch(
-        self, budget: int, batch_size: int, host: int | None = None, **memory: Any
-    ) -> int:
+    def largest_batch(self, budget: int, start: int, host: int | None = None, **memory: Any) -> int:
         """Return the largest number of sequences with which a step fits in `budget` bytes, or 0.
 
         Args:
-            batch_size: number of sequences with which the search begins.
+            start: number of sequences with which the search begins.
             host: bytes of CPU memory that offload may take; None: unknown, so there is no limit.
             memory: changed settings of the config, as in `step`.
         """
+        key = budget, start, host, replace(self.config, **memory)
+        if key not in self.largest_batches:
+            self.largest_batches[key] = self.find_largest_batch(budget, start, host, **memory)
+        return self.largest_batches[key]
+
+    def find_largest_batch(
+        self, budget: int, start: int, host: int | None = None, **memory: Any
+    ) -> int:
+        """Return the result of `largest_batch`, which remembers it."""
         with_offload = recompute_plan_of_config(replace(self.config, **memory)).offload
         # With fewer than `min_batch` sequences the residual stream is too small for offload. So
         # steps with fewer sequences do not predict steps with larger batches.
@@ -264,7 +269,7 @@ class Planner:
             if with_offload
             else 1
         )
-        one = self.step(max(batch_size, min_batch, 2), **memory)
+        one = self.step(max(start, min_batch, 2), **memory)
         # Prefer the step with one sequence: other functions need it, too, and `step` caches it.
         two = self.step(one.batch_size + 1 if with_offload else 1, **memory)
         if len(bytes_at_ops_outside_head(one)) != len(bytes_at_ops_outside_head(two)):
@@ -286,7 +291,7 @@ class Planner:
             largest = bisect_left(
                 range(1, max(largest, min_batch)), True, key=lambda n: not fits(n)
             )
-        return max(largest, batch_size if fits(batch_size) else 0)
+        return max(largest, start if fits(start) else 0)
 
     def simulate_whole_step(
         self, batch_size: int, config: MiniGPTConfig, sources: CallSiteTracker | None = None
@@ -353,7 +358,7 @@ class Planner:
             for parameter in self.names.keys() - parameters:
                 log.add_storage(parameter).nbytes = 0
             label_existing_storages(log, self.names, self.optimizer, self.sums)
-            if not self.ddp:  # DDP's gradients exist in every micro-batch
+            if not self.layout.gradients_persist:  # DDP's gradients exist in every micro-batch
                 kept = self.params_with_kept_grads - self.sums.keys()
                 log.gradient_sums = {log.find_storage(cast(Tensor, p.grad)) for p in kept}
             for tensor in batch:  # backward needs them
@@ -364,9 +369,9 @@ class Planner:
                 loss = forward_and_backward(log, forward, self.precision, cache_enabled=False)
             del forward, ids, labels, batch  # freed before the update
             label_existing_storages(log, self.names, self.optimizer, self.sums)
-            if self.shard_degree > 1:
+            if self.layout.shard_degree > 1:
                 shard_options = self.on_cpu, self.gather_in_bfloat16, self.sums
-                add_shards(log, model, self.local_model, self.shard_degree, *shard_options)
+                add_shards(log, model, self.local_model, self.layout.shard_degree, *shard_options)
             self.simulate_update(log, parameters, known)
             del loss  # the trainer keeps the loss until here
         for buffer in pool.buffers:
@@ -378,7 +383,7 @@ class Planner:
     def make_earlier_gradients(self, left_out: Iterable[nn.Parameter]) -> None:
         """Make the gradients that exist before forward: of earlier micro-batches, of shards, and of
         the weights `left_out`. (A bfloat16 weight has a float32 sum in `sums` instead.)"""
-        shards = self.local_model.parameters() if self.shard_degree > 1 else ()
+        shards = self.local_model.parameters() if self.layout.shard_degree > 1 else ()
         weights = self.params_with_kept_grads.union(shards, left_out)
         self.sums = {p: torch.empty(p.shape) for p in weights if p.dtype != torch.float32}
         for parameter in weights - self.sums.keys():
@@ -419,12 +424,12 @@ class Planner:
     def state_bytes(self) -> int:
         """Bytes of weights, gradients and the optimizer's state in a process, and of the weights
         that it gathers. Every step takes at least these bytes, with every recompute policy."""
-        return self.shard_state_bytes(self.shard_degree)
+        return self.shard_state_bytes(self.layout.shard_degree)
 
     def shard_state_bytes(self, n: int) -> int:
         """Return `state_bytes` of each of n processes that shard the model."""
         return gathered_bytes(self.model, n) + sum(
-            bytes_of_rows(tensor, n // self.shard_degree)
+            bytes_of_rows(tensor, n // self.layout.shard_degree)
             for parameter in self.local_model.parameters()
             for tensor in (parameter, parameter, *self.optimizer.state[parameter].values())
         )
@@ -444,7 +449,8 @@ class Planner:
     @property
     def params_with_kept_grads(self) -> set[nn.Parameter]:
         """Weights whose gradients exist during the whole step, from its start to its end."""
-        return set(self.model.parameters()) if self.accumulates_gradients or self.ddp else set()
+        persist = self.accumulates_gradients or self.layout.gradients_persist
+        return set(self.model.parameters()) if persist else set()
 
 
 def bytes_of_rows(tensor: Tensor, n: int) -> int:

@@ -42,7 +42,7 @@ from torch.profiler import profile
 from tqdm import tqdm
 
 from memory import POLICY_NAMES, MemorySavingGPT
-from planner.cards import CARDS, THIS_MACHINE, choose_card
+from planner.cards import CARDS, THIS_MACHINE
 from planner.formulas import flops_per_token
 from planner.operators import MATMUL_DTYPES
 from scripts import cli_main, out_of_memory_as, say_stopped
@@ -69,7 +69,7 @@ from trainer.flags import (
 from trainer.flags import build_parser as trainers_parser
 from trainer.metrics import format_bytes
 from trainer.optimizer import make_optimizer
-from trainer.plan import PlanRequest, vocab_size_of
+from trainer.plan import PlanRequest, card_of, vocab_size_of
 from trainer.pretrained import open_init_from
 from trainer.process import OneProcess
 from trainer.report import describe_model
@@ -128,7 +128,7 @@ def ask(args: argparse.Namespace) -> PlanRequest:
     set_matmul_precision(device, args.tf32)
     if args.compile:
         check_compiler(device)
-    card = choose_card(args, device) or choose_card(with_flags(args, card=THIS_MACHINE), device)
+    card = card_of(args, device) or card_of(with_flags(args, card=THIS_MACHINE), device)
     return PlanRequest(args, args.vocab_size, device, choose_precision(args, device), card=card)
 
 

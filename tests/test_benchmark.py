@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from planner import CARDS, Card, cards
-from planner.cards import choose_card
+from planner import CARDS, Card
 from planner.formulas import flops_per_token
 from scripts import benchmark
 from trainer.flags import model_config
+from trainer.plan import card_of
 
 SHAPE = (
     "--device cpu --no-amp --vocab-size 211 --n-layers 3 --n-heads 2 --d-model 64 --seq-len 32 "
@@ -34,7 +34,7 @@ CARD = Card("a card", 2**30, (1e12, 1e12, 1e12), 1e9)
 @pytest.fixture(autouse=True)
 def no_measured_card(monkeypatch):
     """It takes three seconds."""
-    monkeypatch.setattr(benchmark, "choose_card", lambda args, device: CARD)
+    monkeypatch.setattr(benchmark, "card_of", lambda args, device: CARD)
 
 
 def fake_worker(argv, policy):
@@ -58,7 +58,7 @@ def bench(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_measured_in_processes_of_their_own(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "choose_card", cards.choose_card)
+    monkeypatch.setattr(benchmark, "card_of", card_of)
     monkeypatch.chdir(tmp_path)  # from anywhere
     monkeypatch.setattr(subprocess, "run", partial(subprocess.run, timeout=240))
     flags = "--policies none full --steps 2"
@@ -142,7 +142,7 @@ def test_shares_of_what_a_gpu_can_do(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: here)
     asked, cuda = benchmark.ask(arguments("--tf32", "full")), torch.device("cuda")
-    card = choose_card(asked.args, cuda)
+    card = card_of(asked.args, cuda)
     question = replace(asked, device=cuda, precision=torch.float32, card=card)
     row = benchmark.make_row(question, fake_worker([], "full"))
     needed, replayed = flops_per_token(model_config(asked.args, 211), 32)

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import CARDS
-from planner.cards import choose_card
 from trainer.flags import model_config, with_flags
 from trainer.plan import (
     POLICY_FLAG,
     PlanRequest,
     PredictedOutOfMemory,
+    card_of,
     describe_suggested_change,
     plan_memory,
 )
@@ -191,9 +191,9 @@ def test_a_gpu_is_known_by_its_name(monkeypatch):
     there = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=H100.memory)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device=None: there)
     monkeypatch.setattr("planner.cards.this_machine", lambda *what: what)
-    assert choose_card(nothing, gpu) == H100
-    assert choose_card(tf32, gpu).flops == (H100.flops[1] / 2, *H100.flops[1:])
-    assert choose_card(t4, gpu) == choose_card(t4, CPU) == CARDS["T4"]  # which has no TF32
-    assert choose_card(mine, gpu) == (gpu, 80, 32)  # measured at the shape of its attention
+    assert card_of(nothing, gpu) == H100
+    assert card_of(tf32, gpu).flops == (H100.flops[1] / 2, *H100.flops[1:])
+    assert card_of(t4, gpu) == card_of(t4, CPU) == CARDS["T4"]  # which has no TF32
+    assert card_of(mine, gpu) == (gpu, 80, 32)  # measured at the shape of its attention
     there.name = "NVIDIA GeForce 8800 GTX"
-    assert choose_card(nothing, gpu) is None is choose_card(nothing, CPU)
+    assert card_of(nothing, gpu) is None is card_of(nothing, CPU)

@@ -21,7 +21,7 @@ import torch
 
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
-from planner import Card, Planner, StepMemory
+from planner import Card, Layout, Planner, StepMemory
 from planner.cards import CARDS, THIS_MACHINE, choose_card
 from planner.choose import (
     nested_checkpoint_policies,
@@ -184,6 +184,11 @@ def changes_of_training(args: Args) -> Iterator[list[FlagChange]]:
 # ---- the request
 
 
+def card_of(args: Args, device: torch.device) -> Card | None:
+    """Return the card for which these flags ask (`choose_card`)."""
+    return choose_card(args.card, device, args.tf32, args.seq_len, args.d_model // args.n_heads)
+
+
 def make_planner(
     args: argparse.Namespace,
     config: MiniGPTConfig,
@@ -207,6 +212,7 @@ def make_planner(
     """
     if shard_degree > 1:
         check_gather_dtype_flag(args, precision)
+    kind = "ddp" if ddp else "sp" if sp_degree > 1 else "fsdp"
     return Planner(
         config,
         args.seq_len,
@@ -221,10 +227,8 @@ def make_planner(
         clip_gradients=OneProcess(device).clip_gradients,
         device_type=device.type,
         accumulates_gradients=args.grad_accum_steps > 1,
-        ddp=ddp,
+        layout=Layout(kind, world_size=shard_degree),
         compress_gradients=ddp and args.compress_gradients,
-        shard_degree=shard_degree,
-        sp_degree=sp_degree,
         gather_in_bfloat16=shard_degree > 1 and args.gather_dtype == "bfloat16",
         card_name=card.name if card and card.memory else None,  # memory 0: a measured card
     )
@@ -520,7 +524,7 @@ def make_request(
                 "out --nproc-per-node"
             )
         set_matmul_precision(device, args.tf32)
-    card = choose_card(args, device) if args.card else None
+    card = card_of(args, device) if args.card else None
     ddp, shards = processes is not None and not sharded, n if sharded else 1
     sharing = n if sequence_parallel else 1
     return PlanRequest(
@@ -587,7 +591,7 @@ def plan_memory(
     # All processes rank policies by the card of rank 0. If all processes must have the same policy,
     # the plan is for the smallest of their budgets.
     card = process.all_gather_object(
-        process.run_on_rank0_only(lambda: choose_card(args, process.device))
+        process.run_on_rank0_only(lambda: card_of(args, process.device))
     )[0]
     n, local_world_size = process.processes_on_device, process.local_world_size
     budget = budget_on(process.device, args.memory_budget, n, here=local_world_size)
