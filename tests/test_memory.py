@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memory import POLICIES, MemorySavingGPT, recompute_plan_of_config
 from model import MiniGPTConfig
+from planner import Layout
 from planner.formulas import closed_form_bytes_by_part, flops_per_token
 from planner.operators import cublas_workspace_bytes
 from planner.timeline import KINDS
@@ -94,7 +95,7 @@ def test_ddp_takes_what_is_predicted(accumulate, tmp_path):
         measured = measured_peak(CONFIG, 16, accumulate=accumulate, by_ours=True, ddp=True)
     finally:
         dist.destroy_process_group()
-    predicted = planner(ddp=True, accumulates_gradients=accumulate > 1).step(16).peak
+    predicted = planner(layout=Layout("ddp"), accumulates_gradients=accumulate > 1).step(16).peak
     assert predicted == pytest.approx(measured, rel=0.003)
 
 
@@ -254,6 +255,7 @@ def test_flops_equal_those_that_torch_counts(memory, dropout):
 # ---- batches
 
 
+TWO_SHARDS = Layout("fsdp", world_size=2)
 OFFLOAD, GPU = {"recompute": "mlp+offload"}, {"device_type": "cuda"}
 
 
@@ -264,8 +266,8 @@ OFFLOAD, GPU = {"recompute": "mlp+offload"}, {"device_type": "cuda"}
         (0, {}, {}, 1, 2**23, None),
         (1, FULL, {}, 12, 2**22, None),
         (1, FULL, {}, 12, 2**23, None),
-        (0, FULL, {"shard_degree": 2, "accumulates_gradients": True}, 8, 2**22, None),
-        (0, FULL, {"shard_degree": 2, "accumulates_gradients": True}, 8, 2**23, None),
+        (0, FULL, {"layout": TWO_SHARDS, "accumulates_gradients": True}, 8, 2**22, None),
+        (0, FULL, {"layout": TWO_SHARDS, "accumulates_gradients": True}, 8, 2**23, None),
         # A batch of one has no tensor that is large enough to move.
         (4, {"recompute": "full+offload"}, GPU, 1, 2**25, None),
         # Where a CPU is the device, blocks are in the peak; beside a GPU they have their own room.

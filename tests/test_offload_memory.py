@@ -53,7 +53,7 @@ def test_the_memory_of_a_cpu_is_part_of_the_room(monkeypatch, everything_travels
     process, args = OneProcess(torch.device("cuda")), parse(f"{SHAPE} {FLAGS}")
     process.local_world_size = 3
     monkeypatch.setattr("trainer.device.without_margin", lambda room, device_type: int(room))
-    monkeypatch.setattr("trainer.plan.choose_card", lambda args, device: None)
+    monkeypatch.setattr("trainer.plan.card_of", lambda args, device: None)
     for name in ("plan.total_memory", "device.free_memory"):
         monkeypatch.setattr(f"trainer.{name}", lambda d: 9 * X - 3 if d.type == "cpu" else 2**26)
     words = plan_memory(args, process, args.model_config(61), torch.float32).words

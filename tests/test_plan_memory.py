@@ -157,7 +157,7 @@ def test_what_the_state_settles_is_answered_at_once(capsys, monkeypatch):
     step = Planner.step
 
     def of_shards(planner: Planner, *given: Any, **memory: Any) -> StepMemory:
-        assert planner.shard_degree > 1
+        assert planner.layout.shard_degree > 1
         return step(planner, *given, **memory)
 
     monkeypatch.setattr(Planner, "step", of_shards)

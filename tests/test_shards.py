@@ -13,6 +13,7 @@ from harness.runs import start_together
 from harness.sharded import CASES, LONG_CASES
 
 from memory import recompute_plan_of_config
+from planner import Layout
 from planner.choose import pick_fastest_fitting_step
 from trainer.optimizer import make_optimizer
 from trainer.plan import Plan
@@ -39,10 +40,10 @@ def test_predicted_peak_is_that_of_real_processes(act, n, names, tmp_path):
     result = start_together(words, n).end(timeout=400)
     assert result.returncode == 0, result.stdout + result.stderr
     how = {"device": CPU, "precision": torch.float32}
-    cases, sharing = (CASES, 1) if act == "memory" else (LONG_CASES, n)
+    cases, kind = (CASES, "fsdp") if act == "memory" else (LONG_CASES, "sp")
     for name, peak in json.loads(path.read_text()).items():
         case = cases[name]
-        more = {"shard_degree": n, "sp_degree": sharing, "seq_len": case.seq_len}
+        more = {"layout": Layout(kind, world_size=n), "seq_len": case.seq_len}
         more |= {
             "accumulates_gradients": case.micro_batches > 1,
             "gather_in_bfloat16": case.gather == "bfloat16",
@@ -60,7 +61,7 @@ def test_predicted_peak_is_that_of_real_processes(act, n, names, tmp_path):
 @pytest.mark.parametrize("n", [2, 3, 1000])
 def test_rows_that_do_not_divide_are_rounded_up(n):
     """Also where there are more processes than rows. No step takes less than its share."""
-    plan = planner(WIDE, shard_degree=n)
+    plan = planner(WIDE, layout=Layout("fsdp", world_size=n))
     assert [len(p) for p in plan.local_model.parameters()] == [
         -(-len(p) // n) for p in plan.model.parameters()
     ]
@@ -72,7 +73,7 @@ def test_rows_that_do_not_divide_are_rounded_up(n):
 
 
 def test_shards_never_take_a_group():
-    plan = planner(WIDE, shard_degree=2)
+    plan = planner(WIDE, layout=Layout("fsdp", world_size=2))
     # Nothing fits.
     assert recompute_plan_of_config(pick_fastest_fitting_step(plan, 16, 1).config).group_size == 1
 

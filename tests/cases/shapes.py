@@ -8,6 +8,7 @@ from hypothesis import strategies as some
 
 from memory import POLICY_NAMES
 from model import MiniGPTConfig
+from planner import Layout
 
 T = 32
 CONFIG = MiniGPTConfig(
@@ -72,6 +73,6 @@ SETTINGS = {
         "accumulates_gradients": True,
         "dropout": 0.1,
     },
-    "ddp": {"ddp": True, "compress_gradients": True, "device_type": "cuda"},
-    "shards": {"shard_degree": 2, "precision": "bf16"},
+    "ddp": {"layout": Layout("ddp"), "compress_gradients": True, "device_type": "cuda"},
+    "shards": {"layout": Layout("fsdp", world_size=2), "precision": "bf16"},
 }
