@@ -25,7 +25,7 @@ from .documents import (
     TOKEN_SUFFIXES,
     iter_chunked_documents,
     iter_text_chunks,
-    open_to_read,
+    reading,
     suffix_of,
 )
 from .errors import DataError
@@ -184,7 +184,7 @@ def _tail_start(path: Path, size: int, val_ratio: float) -> int:
     follows within the first CHUNK bytes of the part, the part begins after this newline instead.
     """
     cut = int(size * (1 - val_ratio))
-    with open_to_read(path) as file:
+    with reading(path), open(path, "rb") as file:
         file.seek(cut)
         near = file.read(CHUNK)
     newline = near.find(b"\n") + 1

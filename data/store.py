@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from .batches import TokenFile, check_length
-from .documents import open_to_read, suffix_of
+from .documents import reading, suffix_of
 from .errors import DataError
 from .tokenizer import Tokenizer
 
@@ -229,7 +229,7 @@ def hash_files(paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{suffix_of(path) == '.jsonl'} {path.stat().st_size} ".encode())
-        with open_to_read(path) as file:
+        with reading(path), open(path, "rb") as file:
             while block := file.read(2**20):
                 digest.update(block)
     return digest.hexdigest()
