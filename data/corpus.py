@@ -36,6 +36,7 @@ from .store import (
     cache_key,
     hash_files,
     load_or_build_folder,
+    noted_checksum,
     os_errors_as_data_errors,
     take_up_to,
     write_split_ids,
@@ -95,7 +96,7 @@ class TextCorpus:
         largest = {
             split: np.fromiter(
                 (
-                    1 + sum(len(chunk.encode("utf-8", "replace")) for chunk in document)
+                    1 + sum(map(utf8_length, document))
                     for document in self.iter_chunked_documents(split)
                 ),
                 np.int64,
@@ -111,7 +112,10 @@ class TextCorpus:
     @cached_property
     def content_hashes(self) -> list[str]:
         """List of two SHA-256 (hex): of the training files, and of the validation files."""
-        return [hash_files(self.train_paths), hash_files(self.val_paths)]
+        return [
+            noted_checksum(self.cache_dir, paths, partial(hash_files, paths))
+            for paths in (self.train_paths, self.val_paths)
+        ]
 
     def folder(self, tokenizer: str) -> Path:
         """Return the cache folder for this text and a tokenizer. `tokenizer`: the tokenizer's
@@ -163,18 +167,25 @@ class TextCorpus:
         """Write the tokenizer and the ids to `folder`; return what meta.json says of them."""
         self.say(f"encoding {self.label}, once: the ids will be in {self.cache_dir}")
         (folder / RANKS).write_text(format_ranks(tokenizer.ranks))
-        n_bytes = self.facts["bytes"]
-        with tqdm(total=n_bytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        with tqdm(
+            total=self.facts["bytes"], unit="B", unit_scale=True, disable=None, leave=False
+        ) as bar:
 
-            def encode(split: str) -> Iterator[np.ndarray]:
-                for document in self.iter_chunked_documents(split):
-                    yield np.array([tokenizer.eot_id])
-                    for chunk in document:
-                        yield tokenizer.encode(chunk)
-                        bar.update(len(chunk.encode("utf-8", "replace")))
+            def counted(document: Iterator[str]) -> Iterator[str]:
+                for chunk in document:
+                    bar.update(utf8_length(chunk))
+                    yield chunk
 
-            parts = {split: encode(split) for split in ("train", "val")}
+            parts = {
+                split: tokenizer.encode_documents(map(counted, self.iter_chunked_documents(split)))
+                for split in ("train", "val")
+            }
             return write_split_ids(folder, tokenizer, self.seq_len, parts, self.max_tokens)
+
+
+def utf8_length(text: str) -> int:
+    """Return the number of bytes of `text` in UTF-8; a lone surrogate counts as one."""
+    return len(text.encode("utf-8", "replace"))
 
 
 def _tail_start(path: Path, size: int, val_ratio: float) -> int:
@@ -255,7 +266,7 @@ def load_dataset(
             tokenizer = None if name == "bpe" else load_tokenizer(name)
         if is_tokens and tokenizer:
             return _dataset_of_token_files(
-                train, val, val_ratio, max_tokens, seq_len, tokenizer, say
+                train, val, val_ratio, max_tokens, seq_len, tokenizer, cache_dir, say
             )
         built_in = f"Python {platform.python_version()} standard library"
         name = describe_paths(train_data) if train_data else built_in
@@ -316,6 +327,7 @@ def _dataset_of_token_files(
     max_tokens: int | None,
     seq_len: int,
     tokenizer: Tokenizer,
+    cache_dir: Path,
     say: Say,
 ) -> Dataset:
     """Return the Dataset of token files, which are read in place.
@@ -343,7 +355,17 @@ def _dataset_of_token_files(
         slice_token_files(files, 0, max_tokens or sys.maxsize)
         for files in (train_token_files, val_token_files)
     ]
-    fingerprint = cache_key([hash_ids(files) for files in parts], tokenizer.fingerprint)
+    hashes = [
+        noted_checksum(
+            cache_dir,
+            [file.path for file in files],
+            partial(hash_ids, files),
+            [(str(file.dtype), file.offset, file.count) for file in files],
+            tokenizer.vocab_size,
+        )
+        for files in parts
+    ]
+    fingerprint = cache_key(hashes, tokenizer.fingerprint)
     counts = [file.count for files in parts for file in files]
     if short := [count for count in counts if count <= seq_len]:
         say(

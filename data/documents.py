@@ -78,7 +78,7 @@ def iter_text_chunks(path: Path, start: int, stop: int) -> Iterator[str]:
     # utf-8-sig drops a byte order mark at the start of the file.
     decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")()
     text = ""  # text that was decoded, but not yet yielded
-    with reading(path), open(path, "rb") as file:  # binary, so that Python does not change line ends
+    with reading(path), open(path, "rb") as file:  # (binary: line ends stay as they are)
         is_archive = file.read(10).startswith(ARCHIVE_MAGICS)
         hint = "an archive (as .docx and .npz are): unpack it first" if is_archive else UTF8_HINT
         file.seek(start)

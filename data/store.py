@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ META = "meta.json"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 # Part of every cache key. Increase it when a change of the code changes the cached files.
 CACHE_VERSION = 1
+# A file that has changed within so many nanoseconds is not noted: it could change again within one
+# tick of its file system's clock, which is up to 2 s.
+SETTLED_NS = 2 * 10**9
 Say = Callable[[str], None]
 
 
@@ -221,6 +225,36 @@ def hash_folder(folder: Path, meta: dict[str, Any]) -> str:
     files = (folder / name for name in ("tokenizer.tiktoken", "train.bin", "val.bin"))
     content = hash_files([file for file in files if file.is_file()])
     return cache_key({name: meta[name] for name in meta if name != "sha256"}, content)
+
+
+def noted_checksum(
+    cache_dir: Path, paths: Sequence[Path], compute: Callable[[], str], *settings: object
+) -> str:
+    """Return `compute()`, a checksum (hex) of the files `paths`, and note it in `cache_dir`: the
+    next start reads the note, and the files again only if path, size, mtime, ctime or inode of one
+    has changed. `settings`: what else the checksum depends on.
+
+    Not found are other bytes behind the same size, times and inode: a failing disk; a program that
+    sets mtime back, where the file system has no ctime (FAT, Windows); a clock that is set back to
+    the nanosecond; times that a network disk has not refreshed yet.
+    """
+    now, stats = time.time_ns(), [path.stat() for path in paths]
+    state = [
+        (str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+        for path, stat in zip(paths, stats, strict=True)
+    ]
+    note = cache_dir / f".checksum-{cache_key(state, *settings)}"
+    with suppress(OSError, ValueError):
+        checksum, proof = note.read_text().split()
+        if proof == cache_key(note.name, checksum):
+            return checksum
+    checksum = compute()
+    newest = max((max(stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats), default=now)
+    if newest < now - SETTLED_NS:
+        with suppress(OSError):  # without a note, all is read again
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            note.write_text(f"{checksum} {cache_key(note.name, checksum)}")
+    return checksum
 
 
 def hash_files(paths: Sequence[Path]) -> str:
