@@ -69,22 +69,26 @@ class TextCorpus:
         is_short = len(self.train_paths) * self.val_ratio < 1
         return is_short and not self.val_paths and ".jsonl" not in map(suffix_of, self.train_paths)
 
+    def validates(self, number: int) -> bool:
+        """Return True if a document is for validation: every (1 / `val_ratio`)-th is."""
+        return int((number + 1) * self.val_ratio) > int(number * self.val_ratio)
+
     def iter_chunked_documents(self, split: str) -> Iterator[Iterator[str]]:
-        """Yield the documents of a split, "train" or "val". Each document is an iterator over
+        """Return the documents of a split, "train" or "val". Each document is an iterator over
         chunks of text. See "Which part is for validation" in data/README.md for the rule of the
         split."""
         if self.splits_each_file:
-            for path in self.train_paths:
-                size = path.stat().st_size
-                cut = _tail_start(path, size, self.val_ratio)
-                yield iter_text_chunks(path, *((0, cut) if split == "train" else (cut, size)))
-            return
+            return (
+                iter_text_chunks(path, *_range_of_split(path, split, self.val_ratio))
+                for path in self.train_paths
+            )
         paths = self.val_paths if split == "val" and self.val_paths else self.train_paths
         documents = (iter_chunked_documents(path, self.text_key) for path in paths)
-        for number, document in enumerate(chain.from_iterable(documents)):
-            is_val = int((number + 1) * self.val_ratio) > int(number * self.val_ratio)
-            if self.val_paths or is_val == (split == "val"):
-                yield document
+        return (
+            document
+            for number, document in enumerate(chain.from_iterable(documents))
+            if self.val_paths or self.validates(number) == (split == "val")
+        )
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -140,8 +144,8 @@ class TextCorpus:
         folder = self.folder(tokenizer.fingerprint)
         build = partial(self.build_cache_folder, tokenizer)
         meta = load_or_build_folder(folder, lambda: self.facts, build, self.say)
-        n_documents, size = meta["documents"], meta["bytes"]
-        documents = "1 document" if n_documents == 1 else f"{n_documents:,} documents"
+        documents = f"{meta['documents']:,} document{'' if meta['documents'] == 1 else 's'}"
+        size = meta["bytes"]
         amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
         source = f"{self.label}: {documents}, {amount}"
         # A resumed run keeps the bpe of its snapshot, even if a new run would train another bpe.
@@ -188,21 +192,23 @@ def utf8_length(text: str) -> int:
     return len(text.encode("utf-8", "replace"))
 
 
-def _tail_start(path: Path, size: int, val_ratio: float) -> int:
-    """Return the index of the byte at which the validation part of a file begins.
+def _range_of_split(path: Path, split: str, val_ratio: float) -> tuple[int, int]:
+    """Return the first byte of a split in a file, and the byte behind its last.
 
-    The validation part is about the last `val_ratio` of the file's `size` bytes. If a newline
-    follows within the first CHUNK bytes of the part, the part begins after this newline instead.
+    The end of the file is for validation: about `val_ratio` of its bytes. If a newline follows
+    within the first CHUNK bytes of this part, the part begins after this newline instead.
     """
+    size = path.stat().st_size
     cut = int(size * (1 - val_ratio))
     with reading(path), open(path, "rb") as file:
         file.seek(cut)
         near = file.read(CHUNK)
-    newline = near.find(b"\n") + 1
-    if 0 < newline < size - cut:
-        return cut + newline
-    # Do not cut inside a character: skip UTF-8's continuation bytes, 0x80 to 0xBF.
-    return cut + len(near) - len(near.lstrip(bytes(range(0x80, 0xC0))))
+    rest_of_line = near.find(b"\n") + 1
+    if not 0 < rest_of_line < size - cut:
+        # Do not cut inside a character: skip UTF-8's continuation bytes, 0x80 to 0xBF.
+        rest_of_line = len(near) - len(near.lstrip(bytes(range(0x80, 0xC0))))
+    cut += rest_of_line
+    return (0, cut) if split == "train" else (cut, size)
 
 
 def load_dataset(
@@ -269,9 +275,8 @@ def load_dataset(
                 train, val, val_ratio, max_tokens, seq_len, tokenizer, cache_dir, say
             )
         built_in = f"Python {platform.python_version()} standard library"
-        name = describe_paths(train_data) if train_data else built_in
         return TextCorpus(
-            label=name,
+            label=describe_paths(train_data) if train_data else built_in,
             train_paths=train,
             val_paths=val,
             val_ratio=val_ratio,

@@ -93,8 +93,9 @@ def os_errors_as_data_errors(cache_dir: Path) -> Iterator[None]:
             else ""
         )
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        reason = f"{name}: {error.strerror or error}{hint}"
-        raise DataError(reason, exit_code=3 if is_full else 2) from error
+        raise DataError(
+            f"{name}: {error.strerror or error}{hint}", exit_code=3 if is_full else 2
+        ) from error
 
 
 def take_up_to(limit: int, pieces: Iterable[Any]) -> Iterator[Any]:
@@ -120,14 +121,13 @@ def write_split_ids(
     `parts`: split ("train" or "val") -> arrays of ids. `max_tokens`: limit for the ids of each
     split; None: no limit. Raises DataError if a split has fewer than seq_len + 1 ids.
     """
-    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "dtype": dtype}
+    dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+    meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "dtype": dtype.name}
     for split, pieces in parts.items():
-        count = 0
+        taken = take_up_to(max_tokens or sys.maxsize, pieces)
         with open(folder / f"{split}.bin", "wb") as file:
-            for ids in take_up_to(max_tokens or sys.maxsize, pieces):
-                file.write(ids.astype(dtype).tobytes())
-                count += len(ids)
+            file.writelines(ids.astype(dtype).tobytes() for ids in taken)
+            count = file.tell() // dtype.itemsize
         check_length(count, seq_len, split)
         meta[f"{split}_tokens"] = count
     return meta
@@ -184,22 +184,21 @@ def locked(folder: Path, say: Say) -> Iterator[None]:
     first rename counts.)
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    stale: Iterable[Path] = folder.parent.glob(f".tmp-{folder.name}-*")
     # (The mode is "a+", because "w" would block if the file is a pipe.)
     with open(folder.with_name(f".lock-{folder.name}"), "a+") as file:
         try:
             import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for the process that builds {folder}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except (ImportError, OSError) as error:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"waiting for the process that builds {folder}")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            for temporary in folder.parent.glob(f".tmp-{folder.name}-*"):
+                shutil.rmtree(temporary, ignore_errors=True)
+        except (ImportError, OSError) as error:  # without a lock, another process may write there
             if isinstance(error, OSError) and error.errno not in NO_LOCKS:
                 raise
-            stale = ()  # without a lock, another process may be writing there
-        for temporary in stale:
-            shutil.rmtree(temporary, ignore_errors=True)
         yield
 
 
