@@ -7,7 +7,8 @@ of the file begins T tokens later.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .documents import suffix_of
+from .documents import reading, suffix_of
 from .errors import DataError
 from .tokenizer import errors_as_data_errors
 
@@ -55,28 +56,18 @@ class TokenFile:
         offset = self.offset + start * self.dtype.itemsize
         return replace(self, offset=offset, count=max(0, stop - start))
 
-    def read_all(self) -> np.ndarray:
+    def read(self) -> np.ndarray:
         """Read all ids into memory: (count,) of `dtype`. Raises DataError if the file was deleted
-        or is shorter than before.
+        or is shorter than before, or if an id is outside of the vocabulary.
 
-        The file is not mapped into memory, because all parts of a mapped file that the process has
-        read would count as its resident memory. The file does not stay open, because a thousand
-        shards would exceed the limit of open files.
+        Not mapped into memory: all pages of a mapped file that were read would count as resident.
+        Not kept open: a thousand shards would exceed the limit of open files.
         """
-        try:
+        with reading(self.path, "; put it back"):
             ids = np.fromfile(self.path, self.dtype, self.count, offset=self.offset)
-        except OSError as error:
-            raise DataError(
-                f"cannot read {self.path}: {error.strerror or error}; put it back"
-            ) from None
         if len(ids) < self.count:
             raise DataError(f"{self.path}: it is shorter than it was; put it back")
-        return ids
-
-    def checked(self, ids: np.ndarray) -> np.ndarray:
-        """Return `ids`, which were read from this file and are not empty. Raises DataError if an id
-        is outside of the vocabulary."""
-        for id in (ids.min(), ids.max()):
+        for id in (ids.min(initial=0), ids.max(initial=0)):
             if not 0 <= id < self.vocab_size:
                 raise DataError(
                     f"{self.path}: holds id {id}, but the tokenizer ends at {self.vocab_size - 1}: "
@@ -85,10 +76,9 @@ class TokenFile:
         return ids
 
     def id_chunks(self) -> Iterator[np.ndarray]:
-        """Yield all ids in chunks of at most CHUNK_TOKENS ids. Raises DataError if the file cannot
-        be read, or if an id is outside of the vocabulary."""
+        """Yield all ids in chunks of at most CHUNK_TOKENS ids. Raises the errors of `read`."""
         for first in range(0, self.count, CHUNK_TOKENS):
-            yield self.checked(self.sub_file(first, first + CHUNK_TOKENS).read_all())
+            yield self.sub_file(first, first + CHUNK_TOKENS).read()
 
     @classmethod
     def from_path(cls, path: Path, vocab_size: int) -> "TokenFile":
@@ -182,34 +172,26 @@ class Windows:
     def __init__(
         self, files: TokenFiles, batch_size: int, seq_len: int, device: torch.device, split: str
     ) -> None:
-        """Give each window a number. Raises DataError if no file has seq_len + 1 tokens."""
+        """Raises DataError if no file has seq_len + 1 tokens."""
         check_length(max((file.count for file in files), default=0), seq_len, split)
         self.files, self.batch_size, self.seq_len, self.device = files, batch_size, seq_len, device
-        counts = [max(0, (file.count - 1) // seq_len) for file in files]
-        # For each file, the index of its first window. The last entry is the count of all windows.
-        self.first = np.cumsum([0, *counts])
-        self.n_windows = int(self.first[-1])
+        counts = (max(0, (file.count - 1) // seq_len) for file in files)
+        # Number of each file's first window, and at the end the number of all windows.
+        self.first = [*accumulate(counts, initial=0)]
+        self.n_windows = self.first[-1]
 
-    def read_by_number(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the inputs and the labels of n windows. Both are int64 (n, T) on `device`.
+    def read_window(self, number: int) -> np.ndarray:
+        """Return the ids of a window: int64 (T + 1,). Raises the errors of TokenFile.read."""
+        shard = bisect_right(self.first, number) - 1
+        start = (number - self.first[shard]) * self.seq_len
+        return self.files[shard].sub_file(start, start + self.seq_len + 1).read().astype(np.int64)
 
-        `numbers`: the indices of the windows, shape (n,). Raises DataError if a file was deleted,
-        shortened, or overwritten with ids outside of the vocabulary.
-        """
-        array = np.empty((len(numbers), self.seq_len + 1), dtype=np.int64)
-        shards = np.searchsorted(self.first, numbers, side="right") - 1
-        for row, number, shard in zip(array, numbers.tolist(), shards.tolist(), strict=True):
-            file = self.files[shard]
-            start = (number - int(self.first[shard])) * self.seq_len
-            row[:] = file.sub_file(start, start + row.size).read_all()
-        # One check for all rows takes microseconds. As uint64, an id below 0 is above the limit.
-        if array.view(np.uint64).max() >= self.files[0].vocab_size:
-            for row, shard in zip(array, shards, strict=True):
-                self.files[shard].checked(row)
-        rows, on_gpu = torch.from_numpy(array), self.device.type == "cuda"
-        if on_gpu:  # without pinned memory Python would wait for the copy
-            rows = rows.pin_memory()
-        rows = rows.to(self.device, non_blocking=on_gpu)
+    def read_by_number(self, numbers: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the inputs and the labels of n windows: both int64 (n, T) on `device`. Raises the
+        errors of TokenFile.read."""
+        rows = torch.from_numpy(np.stack([self.read_window(int(number)) for number in numbers]))
+        on_gpu = self.device.type == "cuda"  # without pinned memory Python would wait for the copy
+        rows = (rows.pin_memory() if on_gpu else rows).to(self.device, non_blocking=on_gpu)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
@@ -236,12 +218,11 @@ class TrainBatches(Windows):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs and the labels, both (B, T), of micro-batch `index`. The index counts
         the micro-batches of all steps and all processes."""
-        first, size = index * self.batch_size, self.n_windows
-        numbers = [
-            epoch_permutation(self.seed, sample // size, size)[sample % size]
-            for sample in range(first, first + self.batch_size)
-        ]
-        return self.read_by_number(np.array(numbers))
+        samples = range(index * self.batch_size, (index + 1) * self.batch_size)
+        epochs = (divmod(sample, self.n_windows) for sample in samples)
+        return self.read_by_number(
+            epoch_permutation(self.seed, epoch, self.n_windows)[place] for epoch, place in epochs
+        )
 
 
 class ValBatches(Windows):
@@ -263,17 +244,16 @@ class ValBatches(Windows):
         """Choose the windows. `max_tokens`: limit for the input tokens of all windows; 0: no limit.
         At least one window is chosen. Raises DataError if no file has seq_len + 1 tokens."""
         super().__init__(files, batch_size, seq_len, device, "val")
-        total = self.n_windows
-        count = min(total, max(1, max_tokens // seq_len)) if max_tokens else total
-        self.numbers = np.arange(count) * total // count
+        limit = max(1, max_tokens // seq_len) if max_tokens else self.n_windows
+        self.n_chosen = min(limit, self.n_windows)
 
     def __len__(self) -> int:
-        return -(-len(self.numbers) // self.batch_size)
+        return -(-self.n_chosen // self.batch_size)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs and the labels, both (B, T), of batch `index`. The last batch may have
         fewer rows. Raises IndexError if there is no batch `index`."""
         if not 0 <= index < len(self):
             raise IndexError(f"validation batch {index} of {len(self)}")
-        start = index * self.batch_size
-        return self.read_by_number(self.numbers[start : start + self.batch_size])
+        chosen = range(self.n_chosen)[index * self.batch_size : (index + 1) * self.batch_size]
+        return self.read_by_number(i * self.n_windows // self.n_chosen for i in chosen)

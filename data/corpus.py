@@ -25,7 +25,7 @@ from .documents import (
     TOKEN_SUFFIXES,
     iter_chunked_documents,
     iter_text_chunks,
-    open_to_read,
+    reading,
     suffix_of,
 )
 from .errors import DataError
@@ -36,6 +36,7 @@ from .store import (
     cache_key,
     hash_files,
     load_or_build_folder,
+    noted_checksum,
     os_errors_as_data_errors,
     take_up_to,
     write_split_ids,
@@ -68,22 +69,26 @@ class TextCorpus:
         is_short = len(self.train_paths) * self.val_ratio < 1
         return is_short and not self.val_paths and ".jsonl" not in map(suffix_of, self.train_paths)
 
+    def validates(self, number: int) -> bool:
+        """Return True if a document is for validation: every (1 / `val_ratio`)-th is."""
+        return int((number + 1) * self.val_ratio) > int(number * self.val_ratio)
+
     def iter_chunked_documents(self, split: str) -> Iterator[Iterator[str]]:
-        """Yield the documents of a split, "train" or "val". Each document is an iterator over
+        """Return the documents of a split, "train" or "val". Each document is an iterator over
         chunks of text. See "Which part is for validation" in data/README.md for the rule of the
         split."""
         if self.splits_each_file:
-            for path in self.train_paths:
-                size = path.stat().st_size
-                cut = _tail_start(path, size, self.val_ratio)
-                yield iter_text_chunks(path, *((0, cut) if split == "train" else (cut, size)))
-            return
+            return (
+                iter_text_chunks(path, *_range_of_split(path, split, self.val_ratio))
+                for path in self.train_paths
+            )
         paths = self.val_paths if split == "val" and self.val_paths else self.train_paths
         documents = (iter_chunked_documents(path, self.text_key) for path in paths)
-        for number, document in enumerate(chain.from_iterable(documents)):
-            is_val = int((number + 1) * self.val_ratio) > int(number * self.val_ratio)
-            if self.val_paths or is_val == (split == "val"):
-                yield document
+        return (
+            document
+            for number, document in enumerate(chain.from_iterable(documents))
+            if self.val_paths or self.validates(number) == (split == "val")
+        )
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -95,7 +100,7 @@ class TextCorpus:
         largest = {
             split: np.fromiter(
                 (
-                    1 + sum(len(chunk.encode("utf-8", "replace")) for chunk in document)
+                    1 + sum(map(utf8_length, document))
                     for document in self.iter_chunked_documents(split)
                 ),
                 np.int64,
@@ -111,7 +116,10 @@ class TextCorpus:
     @cached_property
     def content_hashes(self) -> list[str]:
         """List of two SHA-256 (hex): of the training files, and of the validation files."""
-        return [hash_files(self.train_paths), hash_files(self.val_paths)]
+        return [
+            noted_checksum(self.cache_dir, paths, partial(hash_files, paths))
+            for paths in (self.train_paths, self.val_paths)
+        ]
 
     def folder(self, tokenizer: str) -> Path:
         """Return the cache folder for this text and a tokenizer. `tokenizer`: the tokenizer's
@@ -136,8 +144,8 @@ class TextCorpus:
         folder = self.folder(tokenizer.fingerprint)
         build = partial(self.build_cache_folder, tokenizer)
         meta = load_or_build_folder(folder, lambda: self.facts, build, self.say)
-        n_documents, size = meta["documents"], meta["bytes"]
-        documents = "1 document" if n_documents == 1 else f"{n_documents:,} documents"
+        documents = f"{meta['documents']:,} document{'' if meta['documents'] == 1 else 's'}"
+        size = meta["bytes"]
         amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
         source = f"{self.label}: {documents}, {amount}"
         # A resumed run keeps the bpe of its snapshot, even if a new run would train another bpe.
@@ -163,35 +171,44 @@ class TextCorpus:
         """Write the tokenizer and the ids to `folder`; return what meta.json says of them."""
         self.say(f"encoding {self.label}, once: the ids will be in {self.cache_dir}")
         (folder / RANKS).write_text(format_ranks(tokenizer.ranks))
-        n_bytes = self.facts["bytes"]
-        with tqdm(total=n_bytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        with tqdm(
+            total=self.facts["bytes"], unit="B", unit_scale=True, disable=None, leave=False
+        ) as bar:
 
-            def encode(split: str) -> Iterator[np.ndarray]:
-                for document in self.iter_chunked_documents(split):
-                    yield np.array([tokenizer.eot_id])
-                    for chunk in document:
-                        yield tokenizer.encode(chunk)
-                        bar.update(len(chunk.encode("utf-8", "replace")))
+            def counted(document: Iterator[str]) -> Iterator[str]:
+                for chunk in document:
+                    bar.update(utf8_length(chunk))
+                    yield chunk
 
-            parts = {split: encode(split) for split in ("train", "val")}
+            parts = {
+                split: tokenizer.encode_documents(map(counted, self.iter_chunked_documents(split)))
+                for split in ("train", "val")
+            }
             return write_split_ids(folder, tokenizer, self.seq_len, parts, self.max_tokens)
 
 
-def _tail_start(path: Path, size: int, val_ratio: float) -> int:
-    """Return the index of the byte at which the validation part of a file begins.
+def utf8_length(text: str) -> int:
+    """Return the number of bytes of `text` in UTF-8; a lone surrogate counts as one."""
+    return len(text.encode("utf-8", "replace"))
 
-    The validation part is about the last `val_ratio` of the file's `size` bytes. If a newline
-    follows within the first CHUNK bytes of the part, the part begins after this newline instead.
+
+def _range_of_split(path: Path, split: str, val_ratio: float) -> tuple[int, int]:
+    """Return the first byte of a split in a file, and the byte behind its last.
+
+    The end of the file is for validation: about `val_ratio` of its bytes. If a newline follows
+    within the first CHUNK bytes of this part, the part begins after this newline instead.
     """
+    size = path.stat().st_size
     cut = int(size * (1 - val_ratio))
-    with open_to_read(path) as file:
+    with reading(path), open(path, "rb") as file:
         file.seek(cut)
         near = file.read(CHUNK)
-    newline = near.find(b"\n") + 1
-    if 0 < newline < size - cut:
-        return cut + newline
-    # Do not cut inside a character: skip UTF-8's continuation bytes, 0x80 to 0xBF.
-    return cut + len(near) - len(near.lstrip(bytes(range(0x80, 0xC0))))
+    rest_of_line = near.find(b"\n") + 1
+    if not 0 < rest_of_line < size - cut:
+        # Do not cut inside a character: skip UTF-8's continuation bytes, 0x80 to 0xBF.
+        rest_of_line = len(near) - len(near.lstrip(bytes(range(0x80, 0xC0))))
+    cut += rest_of_line
+    return (0, cut) if split == "train" else (cut, size)
 
 
 def load_dataset(
@@ -255,12 +272,11 @@ def load_dataset(
             tokenizer = None if name == "bpe" else load_tokenizer(name)
         if is_tokens and tokenizer:
             return _dataset_of_token_files(
-                train, val, val_ratio, max_tokens, seq_len, tokenizer, say
+                train, val, val_ratio, max_tokens, seq_len, tokenizer, cache_dir, say
             )
         built_in = f"Python {platform.python_version()} standard library"
-        name = describe_paths(train_data) if train_data else built_in
         return TextCorpus(
-            label=name,
+            label=describe_paths(train_data) if train_data else built_in,
             train_paths=train,
             val_paths=val,
             val_ratio=val_ratio,
@@ -316,6 +332,7 @@ def _dataset_of_token_files(
     max_tokens: int | None,
     seq_len: int,
     tokenizer: Tokenizer,
+    cache_dir: Path,
     say: Say,
 ) -> Dataset:
     """Return the Dataset of token files, which are read in place.
@@ -343,7 +360,17 @@ def _dataset_of_token_files(
         slice_token_files(files, 0, max_tokens or sys.maxsize)
         for files in (train_token_files, val_token_files)
     ]
-    fingerprint = cache_key([hash_ids(files) for files in parts], tokenizer.fingerprint)
+    hashes = [
+        noted_checksum(
+            cache_dir,
+            [file.path for file in files],
+            partial(hash_ids, files),
+            [(str(file.dtype), file.offset, file.count) for file in files],
+            tokenizer.vocab_size,
+        )
+        for files in parts
+    ]
+    fingerprint = cache_key(hashes, tokenizer.fingerprint)
     counts = [file.count for files in parts for file in files]
     if short := [count for count in counts if count <= seq_len]:
         say(

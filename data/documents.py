@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 from unicodedata import category
 
 from .errors import DataError
@@ -36,14 +35,12 @@ def suffix_of(path: Path) -> str:
 
 
 @contextmanager
-def open_to_read(path: Path) -> Iterator[BinaryIO]:
-    """Open a file. While it is open, convert each OSError to a DataError that names the file; an
-    error of a read names none."""
+def reading(path: Path, remedy: str = "") -> Iterator[None]:
+    """Convert an OSError to a DataError that names `path` (an error of a read names none)."""
     try:
-        with open(path, "rb") as file:
-            yield file
+        yield
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+        raise DataError(f"cannot read {path}: {error.strerror or error}{remedy}") from None
 
 
 def iter_chunked_documents(path: Path, text_key: str = "text") -> Iterator[Iterator[str]]:
@@ -55,7 +52,7 @@ def iter_chunked_documents(path: Path, text_key: str = "text") -> Iterator[Itera
     if suffix_of(path) != ".jsonl":
         yield iter_text_chunks(path, 0, path.stat().st_size)
         return
-    with open_to_read(path) as file:
+    with reading(path), open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -81,7 +78,7 @@ def iter_text_chunks(path: Path, start: int, stop: int) -> Iterator[str]:
     # utf-8-sig drops a byte order mark at the start of the file.
     decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")()
     text = ""  # text that was decoded, but not yet yielded
-    with open_to_read(path) as file:  # binary, so that Python does not change line ends
+    with reading(path), open(path, "rb") as file:  # (binary: line ends stay as they are)
         is_archive = file.read(10).startswith(ARCHIVE_MAGICS)
         hint = "an archive (as .docx and .npz are): unpack it first" if is_archive else UTF8_HINT
         file.seek(start)

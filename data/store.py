@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from .batches import TokenFile, check_length
-from .documents import open_to_read, suffix_of
+from .documents import reading, suffix_of
 from .errors import DataError
 from .tokenizer import Tokenizer
 
@@ -30,6 +31,9 @@ META = "meta.json"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 # Part of every cache key. Increase it when a change of the code changes the cached files.
 CACHE_VERSION = 1
+# A file that has changed within so many nanoseconds is not noted: it could change again within one
+# tick of its file system's clock, which is up to 2 s.
+SETTLED_NS = 2 * 10**9
 Say = Callable[[str], None]
 
 
@@ -89,8 +93,9 @@ def os_errors_as_data_errors(cache_dir: Path) -> Iterator[None]:
             else ""
         )
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        reason = f"{name}: {error.strerror or error}{hint}"
-        raise DataError(reason, exit_code=3 if is_full else 2) from error
+        raise DataError(
+            f"{name}: {error.strerror or error}{hint}", exit_code=3 if is_full else 2
+        ) from error
 
 
 def take_up_to(limit: int, pieces: Iterable[Any]) -> Iterator[Any]:
@@ -116,14 +121,13 @@ def write_split_ids(
     `parts`: split ("train" or "val") -> arrays of ids. `max_tokens`: limit for the ids of each
     split; None: no limit. Raises DataError if a split has fewer than seq_len + 1 ids.
     """
-    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "dtype": dtype}
+    dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+    meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "dtype": dtype.name}
     for split, pieces in parts.items():
-        count = 0
+        taken = take_up_to(max_tokens or sys.maxsize, pieces)
         with open(folder / f"{split}.bin", "wb") as file:
-            for ids in take_up_to(max_tokens or sys.maxsize, pieces):
-                file.write(ids.astype(dtype).tobytes())
-                count += len(ids)
+            file.writelines(ids.astype(dtype).tobytes() for ids in taken)
+            count = file.tell() // dtype.itemsize
         check_length(count, seq_len, split)
         meta[f"{split}_tokens"] = count
     return meta
@@ -180,22 +184,21 @@ def locked(folder: Path, say: Say) -> Iterator[None]:
     first rename counts.)
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    stale: Iterable[Path] = folder.parent.glob(f".tmp-{folder.name}-*")
     # (The mode is "a+", because "w" would block if the file is a pipe.)
     with open(folder.with_name(f".lock-{folder.name}"), "a+") as file:
         try:
             import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for the process that builds {folder}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except (ImportError, OSError) as error:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"waiting for the process that builds {folder}")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            for temporary in folder.parent.glob(f".tmp-{folder.name}-*"):
+                shutil.rmtree(temporary, ignore_errors=True)
+        except (ImportError, OSError) as error:  # without a lock, another process may write there
             if isinstance(error, OSError) and error.errno not in NO_LOCKS:
                 raise
-            stale = ()  # without a lock, another process may be writing there
-        for temporary in stale:
-            shutil.rmtree(temporary, ignore_errors=True)
         yield
 
 
@@ -223,13 +226,43 @@ def hash_folder(folder: Path, meta: dict[str, Any]) -> str:
     return cache_key({name: meta[name] for name in meta if name != "sha256"}, content)
 
 
+def noted_checksum(
+    cache_dir: Path, paths: Sequence[Path], compute: Callable[[], str], *settings: object
+) -> str:
+    """Return `compute()`, a checksum (hex) of the files `paths`, and note it in `cache_dir`: the
+    next start reads the note, and the files again only if path, size, mtime, ctime or inode of one
+    has changed. `settings`: what else the checksum depends on.
+
+    Not found are other bytes behind the same size, times and inode: a failing disk; a program that
+    sets mtime back, where the file system has no ctime (FAT, Windows); a clock that is set back to
+    the nanosecond; times that a network disk has not refreshed yet.
+    """
+    now, stats = time.time_ns(), [path.stat() for path in paths]
+    state = [
+        (str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+        for path, stat in zip(paths, stats, strict=True)
+    ]
+    note = cache_dir / f".checksum-{cache_key(state, *settings)}"
+    with suppress(OSError, ValueError):
+        checksum, proof = note.read_text().split()
+        if proof == cache_key(note.name, checksum):
+            return checksum
+    checksum = compute()
+    newest = max((max(stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats), default=now)
+    if newest < now - SETTLED_NS:
+        with suppress(OSError):  # without a note, all is read again
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            note.write_text(f"{checksum} {cache_key(note.name, checksum)}")
+    return checksum
+
+
 def hash_files(paths: Sequence[Path]) -> str:
     """Return the SHA-256 (hex) of the contents of the files. Names and folders do not change the
     hash, with one exception: the suffix .jsonl does, because a .jsonl file is read differently."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{suffix_of(path) == '.jsonl'} {path.stat().st_size} ".encode())
-        with open_to_read(path) as file:
+        with reading(path), open(path, "rb") as file:
             while block := file.read(2**20):
                 digest.update(block)
     return digest.hexdigest()

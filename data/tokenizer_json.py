@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from .tokenizer import (
+    CHARACTER_BY_BYTE,
     EOT_TEXT,
     GPT2_PATTERN,
     DataError,
     Tokenizer,
-    byte_characters,
     errors_as_data_errors,
+    fingerprint_of,
     vocab_to_ranks,
 )
 
-CHARACTER_BY_BYTE = byte_characters()
 GPT2_PATTERNS = (  # GPT-2's pattern, as different versions of tiktoken write it
     GPT2_PATTERN,
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s",
@@ -136,15 +136,15 @@ def from_json(content: dict[str, Any]) -> Tokenizer:
     its list of merges is not the list that follows from its ids.
     """
     model, pre_tokenizer = content["model"], content["pre_tokenizer"] or {}
-    affixes = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
-    is_plain = model.get("type", "BPE") == "BPE" and not any(map(model.get, affixes))
-    by_bytes = pre_tokenizer.get("type") == "ByteLevel" and pre_tokenizer.get("use_regex", True)
-    if (
-        not is_plain
-        or not by_bytes
-        or pre_tokenizer.get("add_prefix_space")
-        or content.get("normalizer")
-    ):
+    differences = (
+        model.get("type", "BPE") != "BPE",
+        *map(model.get, ("continuing_subword_prefix", "end_of_word_suffix", "dropout")),
+        pre_tokenizer.get("type") != "ByteLevel",
+        not pre_tokenizer.get("use_regex", True),
+        pre_tokenizer.get("add_prefix_space"),
+        content.get("normalizer"),
+    )
+    if any(differences):
         raise DataError(
             "no byte-level BPE that splits words as GPT-2 does, which is all that can be read here"
         )
@@ -156,10 +156,10 @@ def from_json(content: dict[str, Any]) -> Tokenizer:
         raise DataError(f"it has no {EOT_TEXT}, which stands between documents here")
     special = {EOT_TEXT: ids.pop(EOT_TEXT)}
     ranks = vocab_to_ranks(ids)
-    tokenizer = Tokenizer("bpe", ranks, GPT2_PATTERN, special)
+    name = NAME_BY_FINGERPRINT.get(fingerprint_of(ranks, special), "bpe")
+    tokenizer = Tokenizer(name, ranks, GPT2_PATTERN, special)
     merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
     is_complete = len(merges) == len(ranks) - 256 or model.get("ignore_merges")
     if merges != list_spelled_merges(tokenizer) or not is_complete:
         raise DataError("its merges are not those of its ids, which are ranks here")
-    tokenizer.name = NAME_BY_FINGERPRINT.get(tokenizer.fingerprint, "bpe")
     return tokenizer

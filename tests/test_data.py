@@ -13,11 +13,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
-from itertools import accumulate
+from itertools import chain, compress, count
+from operator import not_
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -46,7 +49,7 @@ from data import documents as documents_module
 from data.batches import hash_ids
 from data.documents import iter_text_chunks
 from data.files import find_files
-from data.store import locked
+from data.store import locked, noted_checksum
 from data.tokenizer import (
     GPT2_PATTERN,
     format_ranks,
@@ -55,6 +58,7 @@ from data.tokenizer import (
 )
 
 CPU = torch.device("cpu")
+HOUR = 3600 * 10**9  # ns
 law = settings(max_examples=40)
 
 EOT = 256  # of the byte tokenizer, whose ids are otherwise the bytes themselves
@@ -62,13 +66,12 @@ EOT = 256  # of the byte tokenizer, whose ids are otherwise the bytes themselves
 
 def load(cache: Path, *paths: Path | str, val: list[str] | None = None, **options) -> Dataset:
     options = {"tokenizer_name": "byte", "say": lambda line: None} | options
-    names = [str(path) for path in paths] or None
-    return load_dataset(names, val, cache_dir=cache, **options)
+    return load_dataset([*map(str, paths)] or None, val, cache_dir=cache, **options)
 
 
 def ids(files: Iterable[TokenFile]) -> list[int]:
-    parts = [np.fromfile(f.path, f.dtype, f.count, offset=f.offset) for f in files]
-    return np.concatenate(parts).tolist()
+    parts = (np.fromfile(f.path, f.dtype, f.count, offset=f.offset).tolist() for f in files)
+    return [*chain.from_iterable(parts)]
 
 
 def texts(files: Iterable[TokenFile]) -> list[bytes]:
@@ -86,6 +89,7 @@ TOP = "[x].txt", "a.md", "b.txt"
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("data.store.SETTLED_NS", -HOUR)  # no file of a test is older
 
 
 def write(*names: str) -> None:
@@ -118,15 +122,6 @@ def test_folders_and_globs() -> None:
         "--train-data . and 1 more: files taken: 6, skipped: 5 (.pdf 2, links to nothing 2, "
         "without suffix 1)" in line
     )
-
-
-def test_validation_that_is_trained_on_is_noticed(cache) -> None:
-    """By its path, links followed."""
-    write("docs/a.txt", "docs/b.txt", "other/c.txt")
-    os.symlink("docs/a.txt", "link.txt")
-    lines: list[str] = []
-    load(cache, "docs", val=["link.txt", "other", "docs/b.txt"], say=lines.append)
-    assert "warning  --val-data link.txt and 1 more: in --train-data, too: " in "".join(lines)
 
 
 # ---- Reading in chunks
@@ -177,89 +172,92 @@ def test_chunks_have_the_words_of_the_whole(patterns, tmp_path_factory, groups, 
 @example([f"line {i}\nü" for i in range(30)], 0.1, "lines")
 def test_every_byte_in_the_split_of_the_rule(tmp_path_factory, documents, ratio, layout) -> None:
     """And no character is cut."""
-    n, wholes = len(documents), [document.encode() for document in documents]
-    assume("lines" not in layout or n * ratio >= 1)  # (What is said of fewer: cases/bad_input.py.)
+    assume("lines" not in layout or len(documents) * ratio >= 1)  # (else: cases/bad_input.py)
     folder = tmp_path_factory.mktemp("texts")
     key = "a key" if "key" in layout else "text"
+    mark = b"\xef\xbb\xbf" if "mark" in layout else b""
+    wholes = [document.encode() for document in documents]
+    files = {f"{i:02}.txt": mark + whole for i, whole in enumerate(wholes)}
     if "lines" in layout:
         lines = [json.dumps({"text": 3, key: document}) for document in documents]
         lines[0] = f'{{"id": {"7" * 5000},{lines[0][1:]}'  # more digits than an int of Python has
-        (folder / "x.JSONL").write_text("\n\n".join(lines))
-    else:
-        for i, document in enumerate(wholes):
-            mark = b"\xef\xbb\xbf" * ("mark" in layout)
-            (folder / f"{i:02}.txt").write_bytes(mark + document)
+        files = {"x.JSONL": "\n\n".join(lines).encode()}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
     with patch.object(documents_module, "CHUNK", 50):
         data = load(folder / "cache", folder, val_ratio=ratio, text_key=key)
     train, val = texts(data.train_token_files), texts(data.val_token_files)
-    if n * ratio >= 1:  # every 1 / ratio-th
-        turns = [int((i + 1) * ratio) > int(i * ratio) for i in range(n)]
-        assert val == [whole for whole, turn in zip(wholes, turns, strict=True) if turn]
-        assert train == [whole for whole, turn in zip(wholes, turns, strict=True) if not turn]
-        return
-    assert [a + b for a, b in zip(train, val, strict=True)] == wholes
-    for whole, first, tail in zip(wholes, train, val, strict=True):
-        size = len(whole) + 3 * ("mark" in layout)
-        about = size - int(size * (1 - ratio))
-        assert first.decode() + tail.decode() and len(tail) <= about
-        newline = whole[len(whole) - about :].find(b"\n") + 1  # cut after it, if there is one
-        if 0 < newline < about:
-            assert first.endswith(b"\n") and len(tail) == about - newline
-        else:
-            assert len(tail) > about - 4
+    if len(wholes) * ratio >= 1:  # every 1 / ratio-th
+        turns = [int((i + 1) * ratio) > int(i * ratio) for i in range(len(wholes))]
+        assert val == [*compress(wholes, turns)]
+        assert train == [*compress(wholes, map(not_, turns))]
+    else:
+        assert val == [tail(mark + whole, ratio).removeprefix(mark) for whole in wholes]
+        assert [a + b for a, b in zip(train, val, strict=True)] == wholes
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "content"),
-    [
-        ("nanoGPT.bin", "uint16", np.ndarray.tobytes),
-        ("llm.c.bin", "uint16", partial(llmc, magic=20240520, version=1)),
-        ("llm.c.bin", "uint32", partial(llmc, magic=20240801, version=7)),
-        ("x.NPY", "uint16", npy),
-        *(("x.npy", dtype, npy) for dtype in ("uint32", ">u2", "int32", ">i8", "uint64")),
-    ],
+def tail(content: bytes, ratio: float) -> bytes:
+    """It begins after a newline, if there is one, and else with a whole character."""
+    end = content[int(len(content) * (1 - ratio)) :]
+    newline = end.find(b"\n") + 1
+    return end[newline:] if 0 < newline < len(end) else end.lstrip(bytes(range(0x80, 0xC0)))
+
+
+LAYOUTS = [
+    (".bin", "uint16", np.ndarray.tobytes),
+    ("_llm.c.bin", "uint16", partial(llmc, magic=20240520, version=1)),
+    ("_llm.c.bin", "uint32", partial(llmc, magic=20240801, version=7)),
+    (".NPY", "uint16", npy),
+    *((".npy", dtype, npy) for dtype in ("uint32", ">u2", "int32", ">i8", "uint64")),
+]
+n_tokens = st.integers(2, 9) | st.just(300)  # the first are shorter than llm.c's header
+
+
+@law
+@given(
+    st.lists(st.tuples(st.sampled_from(LAYOUTS), n_tokens, st.booleans()), min_size=1, max_size=4),
+    st.floats(0.05, 0.95),
+    st.none() | st.integers(1, 20),
+    st.integers(0, 9),
 )
-def test_token_files_are_read_in_place(cache, tmp_path, name, dtype, content) -> None:
-    for n in (*range(2, 9), 1000):  # the first are shorter than llm.c's header
-        tokens = np.random.default_rng(0).integers(0, 257, n).astype(dtype)
-        (tmp_path / name).write_bytes(content(tokens))
-        data, cut = load(cache, tmp_path / name), n - max(1, n // 10)
-        assert (
-            ids(data.train_token_files) == tokens[:cut].tolist()
-            and ids(data.val_token_files) == tokens[cut:].tolist()
-        )
-        assert {file.path for file in data.train_token_files + data.val_token_files} == {
-            tmp_path / name
-        }
-    assert not cache.exists()
-
-
-def test_token_files_named_val_validate_and_a_tail_spans_files(cache) -> None:
-    for name, first in (("fineweb_train_1", 0), ("fineweb_train_2", 50), ("fineweb_val_0", 100)):
-        np.arange(first, first + 50, dtype=np.uint16).tofile(f"{name}.bin")
-    data = load(cache, ".")
-    assert ids(data.train_token_files) == list(range(100)) and ids(data.val_token_files) == list(
-        range(100, 150)
-    )
-    os.rename("fineweb_val_0.bin", "fineweb_train_3.bin")
-    for n in (75, 10):
-        data = load(cache, "*.bin", val_ratio=0.5, max_tokens=None if n == 75 else n)
-        assert ids(data.train_token_files) == list(range(n)) and ids(data.val_token_files) == list(
-            range(75, 75 + n)
-        )
+@example([(layout, 300, False) for layout in LAYOUTS], 0.1, None, 0)
+def test_token_files_are_read_in_place(tmp_path_factory, files, ratio, limit, seq_len) -> None:
+    """Those named val validate, or a tail of all; at the next start by their note."""
+    folder = tmp_path_factory.mktemp("tokens")
+    named, tokens = ([], []), np.random.default_rng(0).integers(0, 257, (len(files), 300))
+    for i, ((suffix, dtype, content), n, is_val) in enumerate(files):
+        name = f"{i}_{'val' if is_val else 'train'}{suffix}"
+        (folder / name).write_bytes(content(tokens[i, :n].astype(dtype)))
+        named[is_val].append(tokens[i, :n].tolist())
+    train, val = (sum(parts, []) for parts in named)
+    if not (train and val):
+        train, n_val = train + val, max(1, int(len(train + val) * ratio))
+        train, val = train[:-n_val], train[-n_val:]
     lines: list[str] = []
-    load(cache, "*.bin", val_ratio=0.3, seq_len=49, say=lines.append)
-    assert lines == [
-        "note     2 of 4 token files are shorter than a sequence (50 tokens) and are not used: "
-        "50 of 150 tokens"
-    ]
+    options = {"val_ratio": ratio, "max_tokens": limit, "seq_len": seq_len}
+    data = load(folder / "cache", folder, say=lines.append, **options)
+    with patch("data.corpus.hash_ids", never):
+        assert load(folder / "cache", folder, **options).fingerprint == data.fingerprint
+    assert ids(data.train_token_files) == train[:limit] and ids(data.val_token_files) == val[:limit]
+    counts = [file.count for file in data.train_token_files + data.val_token_files]
+    short = [count for count in counts if count <= seq_len]
+    note = (
+        f"note     {len(short)} of {len(counts)} token files are shorter than a sequence "
+        f"({seq_len + 1} tokens) and are not used: {sum(short)} of {sum(counts)} tokens"
+    )
+    assert lines == [note] * bool(short) and not [*folder.glob("cache/[!.]*")]
 
 
 def test_val_data_leaves_all_of_train_data_on_which_alone_bpe_is_trained(cache) -> None:
+    """What is in both is noticed, links followed."""
     trains, validates = "training words\n" * 50, "quibble quibble\n" * 50
     Path("a.txt").write_text(trains)
     Path("b.txt").write_text(validates)
-    data = load(cache, "a.txt", val=["b.txt"], tokenizer_name="bpe")
+    os.symlink("a.txt", "link.txt")
+    lines: list[str] = []
+    for val in (["link.txt", "b.txt"], ["b.txt"]):
+        data = load(cache, "a.txt", val=val, tokenizer_name="bpe", say=lines.append)
+    assert "".join(lines).count("warning  --val-data link.txt: in --train-data, too: ") == 1
     assert read(data) == [trains, validates]
     assert ": 2 documents, 1.55 kB; " in data.description  # 15 and 16 bytes, 50 times each
     assert b" words" in data.tokenizer.ranks and b"quibble" not in data.tokenizer.ranks
@@ -298,7 +296,7 @@ def test_the_built_in_corpus_is_python_source(cache, monkeypatch) -> None:
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
 MORE = TEXT + "zebras buzz, zealots zigzag in a zeppelin\n" * 50  # words that TEXT has not
-TAIL = TEXT[:-9] + "hazy dog\n"  # it validates: the BPE is the same
+TAIL = TEXT[:-9] + "hazy dog\n"  # it validates: the BPE is the same; so is the size
 
 
 @pytest.fixture
@@ -322,11 +320,19 @@ def never(*args: Any) -> None:
 
 def read(data: Dataset) -> list[str]:
     """The text of each part, which must be one document, as its tokenizer has it."""
-    found = []
-    for part in (data.train_token_files, data.val_token_files):
-        found.append(data.tokenizer.decode(ids(part)[1:]))
-        assert ids(part) == [data.tokenizer.eot_id, *data.tokenizer.encode(found[-1]).tolist()]
+    parts = ids(data.train_token_files), ids(data.val_token_files)
+    found = [data.tokenizer.decode(part[1:]) for part in parts]
+    for part, text in zip(parts, found, strict=True):
+        assert part == [data.tokenizer.eot_id, *data.tokenizer.encode(text).tolist()]
     return found
+
+
+def edit(path: Path, text: str) -> None:
+    """In place, and mtime is set back; at another tick of the clock of ctime."""
+    before = path.stat()
+    while path.stat().st_ctime_ns == before.st_ctime_ns:
+        path.write_text(text)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 @settings(max_examples=25)
@@ -335,16 +341,16 @@ def read(data: Dataset) -> list[str]:
 @example(["edit", "start", "edit", "edit", "go on", "edit", "go on", "start"])
 def test_whatever_happens_ids_are_those_of_the_run(tmp_path_factory, happens) -> None:
     """A cache is deleted, the text is edited and edited back, other runs start on it. The
-    fingerprint tells when the text is another one."""
+    fingerprint tells when the text is another one. What has not changed is not read again."""
     folder = tmp_path_factory.mktemp("run")
-    cache, path, texts = folder / "cache", folder / "x.txt", [TEXT, MORE, TAIL]
+    cache, path, texts = folder / "cache", folder / "x.txt", [TEXT, TAIL, MORE]
     path.write_text(TEXT)
     run = start(cache, path)
     name_of = {TEXT: run.fingerprint}
     for what in happens:
         if what == "edit":
             texts.append(texts.pop(0))
-            path.write_text(texts[0])
+            edit(path, texts[0])
         elif what == "delete":
             shutil.rmtree(cache, ignore_errors=True)
         else:
@@ -356,7 +362,8 @@ def test_whatever_happens_ids_are_those_of_the_run(tmp_path_factory, happens) ->
             assert "".join(read(data)) == texts[0]
             assert data.tokenizer.fingerprint == known.tokenizer.fingerprint
             assert data.fingerprint == name_of.setdefault(texts[0], data.fingerprint)
-            assert begin(say=never).description == data.description
+            with patch("data.corpus.hash_files", never):
+                assert begin(say=never).description == data.description
     assert len(set(name_of.values())) == len(name_of)
 
 
@@ -398,33 +405,59 @@ def test_what_is_no_cache_is_built_anew(kept, number, damage) -> None:
     start(cache, path, say=never)
 
 
+def test_a_checksum_is_noted_until_something_differs(cache, monkeypatch) -> None:
+    """And not while a file is so young that it could change within a tick of its clock."""
+    state = {"st_size": 9, "st_mtime_ns": 1, "st_ctime_ns": 1, "st_ino": 7}
+    numbers = count()
+
+    def checksum(*settings: int, path: str = "x", **changed: int) -> int:
+        stat = SimpleNamespace(**state | changed)
+        file = SimpleNamespace(absolute=lambda: path, stat=lambda: stat)
+        return int(noted_checksum(cache, [file], lambda: f"{next(numbers)}", *settings))
+
+    others = {"path": "y"}, *({field: 8} for field in state)
+    for _ in range(2):
+        assert [checksum(), checksum(5), *(checksum(**other) for other in others)] == [*range(7)]
+    for note in cache.iterdir():
+        note.write_text(note.read_text().replace("0 ", "1 "))
+    assert checksum() == 7
+    monkeypatch.setattr("data.store.SETTLED_NS", HOUR)
+    for field in ("st_mtime_ns", "st_ctime_ns"):
+        young = {field: time.time_ns()}
+        assert checksum(**young) < checksum(**young)
+
+
+def test_noted_tokens_are_checked_against_another_vocabulary(cache) -> None:
+    """Other parts of a file have other notes; without a place for notes there are none."""
+    np.full(40, 999, np.uint16).tofile("x.bin")
+    large = Tokenizer("large", load_tokenizer("byte").ranks, special_tokens={"<|endoftext|>": 999})
+    a, b, c = (
+        load(where, "x.bin", max_tokens=n, tokenizer_name="large", tokenizer=large).fingerprint
+        for where, n in ((cache, 2), (cache, 3), (Path("x.bin"), 3))
+    )
+    assert a != b == c
+    with pytest.raises(DataError, match="x.bin: holds id 999, but the tokenizer ends at 256"):
+        load(cache, "x.bin", max_tokens=3)
+
+
 def test_a_name_follows_from_content_tokenizer_and_split(cache, text, tmp_path) -> None:
+    """A tokenizer is not looked for when the run brings it."""
     moved = Path(shutil.copy(text, tmp_path / "elsewhere.txt"))
     run = start(cache, text)
     assert start(cache, moved, say=never).fingerprint == run.fingerprint
-    other = go_on(run, cache, text, tokenizer_name="byte", vocab_size=None)
-    assert other.tokenizer.name == "byte"  # that of the run is left aside
-    names = {run.fingerprint, other.fingerprint, start(cache, text, vocab_size=280).fingerprint}
-    text.write_text(MORE)
-    for options in (
-        {},
-        {"val_ratio": 0.3},
-        {"max_tokens": 20},
-        {"val": [str(moved)]},
-        {"text_key": "x"},
-    ):
-        names.add(go_on(run, cache, text, **options).fingerprint)
-    assert len(names) == 8
-
-
-def test_a_tokenizer_is_not_looked_for_when_the_run_brings_it(cache, text) -> None:
-    """A file that has gone, or a vocabulary that would be downloaded."""
     saved = text.with_name("Mine.Tiktoken")
     saved.write_text(format_ranks(load_tokenizer("byte").ranks))
-    options = {"tokenizer_name": str(saved), "vocab_size": None}
-    run = start(cache, text, **options)
-    saved.unlink()
-    assert go_on(run, cache, text, say=never, **options).fingerprint == run.fingerprint
+    by_name = {"tokenizer_name": str(saved), "vocab_size": None}
+    other = go_on(run, cache, text, **by_name)
+    assert other.tokenizer.name == str(saved)  # that of the run is left aside
+    saved.unlink()  # (or a vocabulary that would be downloaded)
+    assert go_on(other, cache, text, say=never, **by_name).fingerprint == other.fingerprint
+    names = {run.fingerprint, other.fingerprint, start(cache, text, vocab_size=280).fingerprint}
+    edit(text, MORE)
+    splits = {"val_ratio": 0.3}, {"max_tokens": 20}, {"val": [str(moved)]}, {"text_key": "x"}
+    for options in ({}, *splits):
+        names.add(go_on(run, cache, text, **options).fingerprint)
+    assert len(names) == 8
 
 
 CHILD = """
@@ -521,13 +554,13 @@ lengths = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
 
 def numbered(folder: Path, lengths: list[int]) -> list[TokenFile]:
-    """Files of such lengths, of both kinds, whose ids count up through all of them."""
+    """Files of such lengths, of several kinds, whose ids count up through all of them."""
+    numbers = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
     files = []
-    for i, (n, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
-        path, offset = folder / f"{i}.bin", 1024 * (i % 2)
-        numbers = np.arange(end - n, end, dtype=("uint16", "uint32")[i % 2])
-        path.write_bytes(b"\xff" * offset + numbers.tobytes())
-        files.append(TokenFile(path, numbers.dtype, offset, n, sum(lengths)))
+    for i, (ids, (suffix, dtype, content)) in enumerate(zip(numbers, LAYOUTS, strict=False)):
+        path = folder / f"{i}{suffix}"
+        path.write_bytes(content(ids.astype(dtype)))
+        files.append(TokenFile.from_path(path, sum(lengths)))
     return files
 
 
@@ -540,25 +573,22 @@ def test_batches_are_those_of_a_plain_sampler(tmp_path_factory, lengths, B, T, s
     windows = oracle.windows([ids([file]) for file in files], T)
     n = len(windows)
     assume(windows)  # (What is said without one: cases/bad_input.py.)
-    train, found = TrainBatches(files, B, T, seed, CPU), []
+    train = TrainBatches(files, B, T, seed, CPU)
     numbers = [*range(-(-3 * n // B)), 0]  # epochs end inside of batches; of its number alone
-    for number in numbers:
-        wanted = oracle.training_batch(windows, B, seed, number)
-        for tensor, other in zip(train[number], wanted, strict=True):
-            assert tensor.dtype == torch.int64 and tensor.is_contiguous()
-            assert torch.equal(tensor, other)
-        found += train[number][0][:, 0].tolist()
+    batches = [train[number] for number in numbers]
+    wanted = [oracle.training_batch(windows, B, seed, number) for number in numbers]
+    assert all(map(torch.equal, chain(*batches), chain(*wanted)))
+    found = [first for inputs, _ in batches for first in inputs[:, 0].tolist()]
     firsts = [window[0] for window in windows]
     assert [sorted(found[i : i + n]) for i in (0, n, 2 * n)] == [firsts] * 3
     assert train.epochs_before(n) == B and train.n_windows == n
 
     val = ValBatches(files, B, T, max_tokens, CPU)
-    count = n if max_tokens == 0 else 1 if max_tokens < T else min(n, max_tokens // T)
-    rows = [windows[i * n // count] for i in range(count)]
-    parts = [oracle.shifted(rows[i : i + B]) for i in range(0, count, B)]
-    assert len(val) == len(parts)
-    for batch, part in zip(val, parts, strict=True):  # ends by IndexError
-        assert all(map(torch.equal, batch, part))
+    chosen = n if max_tokens == 0 else 1 if max_tokens < T else min(n, max_tokens // T)
+    rows = [windows[i * n // chosen] for i in range(chosen)]
+    parts = [oracle.shifted(rows[i : i + B]) for i in range(0, chosen, B)]
+    assert len(val) == len([*val]) == len(parts)  # ends by IndexError
+    assert all(map(torch.equal, chain(*val), chain(*parts)))
     with pytest.raises(IndexError):
         val[-1]
 
