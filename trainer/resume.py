@@ -2,7 +2,6 @@
 since the save."""
 
 import os
-from argparse import ArgumentTypeError
 from pathlib import Path
 
 import torch
@@ -70,7 +69,7 @@ def with_saved_flags(settings: S, resumed: LoadedSnapshot) -> S:
     try:
         for name, value in saved.items():
             check_saved_value(name, value)
-    except (ValueError, LookupError, TypeError, ArgumentTypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise SnapshotError(
             f"{resumed.path} is no MiniGPT snapshot (of its flags, {error})"
         ) from None
