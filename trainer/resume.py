@@ -88,7 +88,9 @@ def check_fixed_flags(settings: Settings, resumed: LoadedSnapshot) -> None:
         "tokenizer_name": state["tokenizer"].get("name"),
         "vocab_size": state["config"].get("vocab_size"),
     }
-    for name in names_with(Rule.FIXED):
+    # The flag that was typed is blamed, not one that follows from it.
+    follow = {*names_with(Rule.DERIVED), *names_with(Rule.DATA)}
+    for name in sorted(names_with(Rule.FIXED), key=follow.__contains__):
         before, after = state["args"].get(name), getattr(settings, name)
         if name in state["args"] and after not in (before, resolved.get(name, before)):
             raise SnapshotError(
