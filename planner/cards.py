@@ -6,7 +6,6 @@ rates with sparsity, which are twice as high. With float32 sums a GeForce has ha
 has with float16 sums.) Kernels reach only a share of a peak; planner/roofline.py has this share.
 """
 
-import argparse
 import difflib
 import re
 from dataclasses import replace
@@ -297,13 +296,12 @@ CANONICAL_NAMES = {
 def canonical_card_name(text: str) -> str:
     """Return the card's name in CARDS for a text that names a card; or return THIS_MACHINE.
 
-    argparse calls this function for the value of --card. Valid texts are "RTX 4090", "rtx-4090",
-    "4090", "a100_40gb", and names that torch.cuda.get_device_name() returns. Raises
-    ArgumentTypeError if the text names no card.
+    Valid texts are "RTX 4090", "rtx-4090", "4090", "a100_40gb", and names that
+    torch.cuda.get_device_name() returns. Raises ValueError if the text names no card.
     """
     name = CANONICAL_NAMES.get(normalize_name(text))
     if name is None:
-        raise argparse.ArgumentTypeError(describe_unknown_card(text))
+        raise ValueError(describe_unknown_card(text))
     return name
 
 

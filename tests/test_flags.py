@@ -1,24 +1,40 @@
 """The command line: what was typed, and back to words; shapes by name; how long a run is; and how
 policies are spelled."""
 
-from dataclasses import replace
+import ast
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 from cases.shapes import CONFIG
+from harness.runs import ROOT, parse, typed
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from memory import POLICY_NAMES, recompute_plan_of_config
 from memory.policies import format_recompute_plan, parse_recompute_plan
 from planner.formulas import count_parameters
-from trainer.flags import (
-    as_argv,
-    set_num_steps,
-)
+from trainer.settings import Settings, resolve, with_run_length
+
+# ---- one way for the flags
 
 
-def parse(flags: str = ""):
-    return parse_settings(flags.split())
+def test_settings_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        typed().lr = 1
+
+
+def test_only_settings_and_flags_import_argparse():
+    """All others take Settings, which are complete and do not change."""
+    layers = ("trainer/*.py", "memory/*.py", "planner/*.py", "train_*.py", "model.py")
+    files = {file for layer in layers for file in ROOT.glob(layer)}
+    importers = {
+        file.name
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and "argparse" in (getattr(node, "module", None), *(alias.name for alias in node.names))
+    }
+    assert importers == {"flags.py", "settings.py"}
 
 
 # ---- back to words
@@ -54,19 +70,19 @@ WAYS = [
 TYPED = st.lists(st.sampled_from(WAYS), max_size=6)
 
 
-def parse_all(typed: list[list[str]]):
-    return parse_settings([word for words in typed for word in words])
+def parse_all(typed: list[list[str]]) -> Settings:
+    return Settings.parse([word for words in typed for word in words], "test")
 
 
 @settings(max_examples=150)
 @given(TYPED, TYPED)
-def test_words_and_flags_are_the_same(typed, later):
+def test_words_and_settings_are_the_same(typed, later):
     """And a change is as if it had been typed last."""
-    args, new, both = (parse_all(words) for words in (typed, later, typed + later))
-    assert parse_all([as_argv(args)]) == args
+    first, new, both = (parse_all(words) for words in (typed, later, typed + later))
+    assert parse_all([first.words()]) == first
     changes = {name: getattr(new, name) for name in new.typed}
-    assert new.model or parse_all([as_argv(args, **changes)]) == both
-    assert as_argv(args, **dict.fromkeys(args.typed)) == []
+    assert new.model or parse_all([first.words(**changes)]) == both
+    assert first.words(**dict.fromkeys(first.typed)) == []
 
 
 # ---- shapes by name
@@ -78,14 +94,15 @@ def test_words_and_flags_are_the_same(typed, later):
 )
 def test_a_name_stands_for_a_shape(name, millions):
     """And a single flag overrides it."""
-    args = resolve(parse(f"--model {name}"))
-    config = args.model_config(50257)
+    whole = parse(f"--model {name}")
+    config = whole.model_config(50257)
     assert round(count_parameters(config) / 1e6, 1) == millions
     assert config.d_model // config.n_heads == 64 and config.d_ff == 4 * config.d_model
-    assert args.seq_len == args.max_position_embeddings == 1024 and args.tokenizer_name == "gpt2"
-    args = parse(f"--seq-len 256 --n-layers 2 --model {name} --tokenizer-name byte")
-    assert (args.seq_len, args.n_layers, args.tokenizer_name) == (256, 2, "byte")
-    assert (args.d_model, args.max_position_embeddings) == (config.d_model, 1024)
+    assert whole.seq_len == whole.max_position_embeddings == 1024
+    assert whole.tokenizer_name == "gpt2"
+    part = typed(f"--seq-len 256 --n-layers 2 --model {name} --tokenizer-name byte")
+    assert (part.seq_len, part.n_layers, part.tokenizer_name) == (256, 2, "byte")
+    assert (part.d_model, part.max_position_embeddings) == (config.d_model, 1024)
 
 
 # ---- how long a run is
@@ -104,8 +121,8 @@ def test_a_name_stands_for_a_shape(name, millions):
     ],
 )
 def test_tokens_as_people_write_them(word, tokens):
-    assert parse(f"--num-tokens {word}").num_tokens == tokens
-    assert parse(f"--eval-tokens {word}").eval_tokens == tokens
+    both = typed(f"--num-tokens {word} --eval-tokens {word}")
+    assert both.num_tokens == both.eval_tokens == tokens
 
 
 BATCH = "--batch-size 5 --grad-accum-steps 2 --seq-len 10"  # 100 tokens a replica
@@ -125,11 +142,11 @@ BATCH = "--batch-size 5 --grad-accum-steps 2 --seq-len 10"  # 100 tokens a repli
     ],
 )
 def test_in_steps(flags, replicas, steps, warm_up):
-    args = resolve(parse(f"{BATCH} {flags}"), replicas)
-    if args.num_epochs is None:  # then nothing has to wait for the data
-        assert (args.num_steps, args.warmup_steps) == (steps, warm_up)
-    set_num_steps(args, replicas, windows=110)
-    assert (args.num_steps, args.warmup_steps) == (steps, warm_up)
+    run = resolve(typed(BATCH, flags), replicas)
+    if run.num_epochs is None:  # then nothing has to wait for the data
+        assert (run.num_steps, run.warmup_steps) == (steps, warm_up)
+    run = with_run_length(run, replicas, windows=110)
+    assert (run.num_steps, run.warmup_steps) == (steps, warm_up)
 
 
 # ---- the policy string: what it says, how it is written
@@ -160,8 +177,8 @@ def test_what_is_written_says_the_same_and_is_the_shortest(text, n_layers):
     config = replace(CONFIG, n_layers=n_layers, recompute=text)
     assert recompute_plan_of_config(config) == found
     assert sum(blocks for _, blocks in found.group_policies_and_sizes) == n_layers
-    typed = resolve(parse(f"--use-activation-checkpoint {text} --n-layers={n_layers}"))
-    assert typed.model_config(97).recompute == written
+    run = parse(f"--use-activation-checkpoint {text} --n-layers={n_layers}")
+    assert run.model_config(97).recompute == written
 
 
 @pytest.mark.parametrize(

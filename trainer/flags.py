@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from memory import parse_recompute_plan
 from model import MiniGPTConfig
+from planner.cards import canonical_card_name
 
 # Upper limits, far above any useful value. They reject a typing error before it can fill the
 # memory.
@@ -105,6 +106,14 @@ def check_policy_string(text: str) -> str:
             message = str(error).removeprefix("recompute must be ")
             raise argparse.ArgumentTypeError(f"must be auto or {message}") from None
     return text
+
+
+def card_name(text: str) -> str:
+    """Return the card's name in CARDS, or THIS_MACHINE (argparse type)."""
+    try:
+        return canonical_card_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def replace_fields_by_flags(message: str) -> str:

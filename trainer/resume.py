@@ -2,7 +2,6 @@
 since the save."""
 
 import os
-from argparse import ArgumentTypeError
 from pathlib import Path
 
 import torch
@@ -70,7 +69,7 @@ def with_saved_flags(settings: S, resumed: LoadedSnapshot) -> S:
     try:
         for name, value in saved.items():
             check_saved_value(name, value)
-    except (ValueError, LookupError, TypeError, ArgumentTypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise SnapshotError(
             f"{resumed.path} is no MiniGPT snapshot (of its flags, {error})"
         ) from None
@@ -89,7 +88,9 @@ def check_fixed_flags(settings: Settings, resumed: LoadedSnapshot) -> None:
         "tokenizer_name": state["tokenizer"].get("name"),
         "vocab_size": state["config"].get("vocab_size"),
     }
-    for name in names_with(Rule.FIXED):
+    # The flag that was typed is blamed, not one that follows from it.
+    follow = {*names_with(Rule.DERIVED), *names_with(Rule.DATA)}
+    for name in sorted(names_with(Rule.FIXED), key=follow.__contains__):
         before, after = state["args"].get(name), getattr(settings, name)
         if name in state["args"] and after not in (before, resolved.get(name, before)):
             raise SnapshotError(

@@ -21,7 +21,6 @@ from data.errors import MiniGPTError
 from memory import POLICY_NAMES, RecomputePlan, format_recompute_plan, parse_recompute_plan
 from model import MiniGPTConfig
 from planner import Layout
-from planner.cards import canonical_card_name
 
 from .flags import (
     AUTO,
@@ -29,6 +28,7 @@ from .flags import (
     MAX_SIZES,
     OneLineParser,
     byte_count,
+    card_name,
     check_policy_string,
     flag,
     number_in_range,
@@ -169,7 +169,7 @@ class Settings:
         help="memory to plan for, e.g. 8GiB (default: the free memory): auto uses no more, and a "
         "run with another policy prints a warning if it needs more; a tenth stays free, on a"
         " GPU at least 1 GiB (a quarter, if SIZE is less than 4 GiB)")
-    card: str | None = row(None, canonical_card_name, metavar="NAME",
+    card: str | None = row(None, card_name, metavar="NAME",
         help="card for predicted times: auto, and a run that runs out of memory, choose the "
         "policy that is predicted to be fastest on this card: H100, \"RTX 4090\", ..., or "
         "this-machine, which is measured (default: the CUDA GPU's own name; without a known "
@@ -396,14 +396,17 @@ def to_words(flags: Mapping[str, Any]) -> list[str]:
 
 
 def check_saved_value(name: str, value: object) -> None:
-    """Raise ValueError or ArgumentTypeError unless `value`, which comes from a file, is a possible
-    value of the flag `name`."""
+    """Raise ValueError unless `value`, which comes from a file, is a possible value of the flag
+    `name`."""
     options = ROWS[name]["options"]
     values = value if isinstance(value, list) and "nargs" in options else [value]
     possible = options.get("choices", (False, True))
     if "type" in options:
         write = FORMATTER_BY_TYPE.get(options["type"], str)
-        possible = [options["type"](write(each)) for each in values]
+        try:
+            possible = [options["type"](write(each)) for each in values]
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(str(error)) from None
     if value is None or not {*map(str, values)} <= {*map(str, possible)}:
         raise ValueError(f"{flag(name)} is {value}")
 
