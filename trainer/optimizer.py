@@ -60,25 +60,19 @@ def make_optimizer(
     matmuls. `sharded`: the parameters are this process's rows of sharded parameters, as plain
     tensors (the planner has no DTensors).
     """
-    muon = args.optimizer == "muon"
-    matrices, decayed, undecayed = [], [], []
-    for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
-            undecayed.append(parameter)
-        elif muon and name.startswith("blocks."):
-            matrices.append(parameter)
-        else:
-            decayed.append(parameter)
+    muon, moments = args.optimizer == "muon", getattr(torch, args.moments_dtype)
+    arrays = [(name, p) for name, p in model.named_parameters() if p.dim() >= 2]
+    matrices = [p for name, p in arrays if muon and name.startswith("blocks.")]
+    others = [p for name, p in arrays if not (muon and name.startswith("blocks."))]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
     groups: Groups = [
-        {"params": decayed, "weight_decay": args.weight_decay},
-        {"params": undecayed, "weight_decay": 0.0},
+        {"params": others, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+        *([{"params": matrices, "weight_decay": args.weight_decay, "rule": "muon"}] * muon),
     ]
-    moments = getattr(torch, args.moments_dtype)
-    unsharded = not (sharded or any(map(is_sharded, model.parameters())))
-    if not muon and moments == torch.float32 and unsharded:
+    sharded = sharded or any(map(is_sharded, model.parameters()))
+    if not (muon or sharded or moments != torch.float32):
         return torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, eps=EPS, fused=True)
-    if muon:
-        groups.append({"params": matrices, "weight_decay": args.weight_decay, "rule": "muon"})
     # Muon does many matmuls. bfloat16 has a third of the digits of float32, which is enough for
     # these matmuls (Jordan, 2024). But some hardware only emulates bfloat16. So Muon's matmuls are
     # in bfloat16 only if the model's matmuls are, and else in float32.
@@ -310,12 +304,10 @@ def initial_param_state(
 ) -> dict[str, Tensor]:
     """Return the state of a parameter before its first step: zero moments of the dtype `moments`,
     and AdamW's step count."""
-    rule, state = group.get("rule", "adamw"), {}
-    if rule == "adamw":
-        state["step"] = torch.tensor(0.0, device=parameter.device)
-    for name in MOMENT_NAMES_BY_OPTIMIZER[rule]:
-        state[name] = torch.zeros_like(parameter, dtype=moments)
-    return state
+    rule = group.get("rule", "adamw")
+    step = {"step": torch.tensor(0.0, device=parameter.device)} if rule == "adamw" else {}
+    names = MOMENT_NAMES_BY_OPTIMIZER[rule]
+    return step | {name: torch.zeros_like(parameter, dtype=moments) for name in names}
 
 
 def optimizer_name(args: argparse.Namespace) -> str:
@@ -359,17 +351,16 @@ def restore_optimizer(
         saved: state dict of an optimizer, with full tensors.
         shard_like: function (full tensor, parameter) -> this process's rows of the tensor.
     Raises:
-        ValueError, KeyError: the state dict is that of another model or optimizer.
+        ValueError, LookupError: the state dict is that of another model or optimizer.
     """
     dtype = getattr(optimizer, "moments", torch.float32)
     param_ids = [group["params"] for group in saved["param_groups"]]
     if param_ids != [group["params"] for group in optimizer.state_dict()["param_groups"]]:
         raise ValueError("other groups of parameters")
     parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-    for param_id, (parameter, group) in zip(sum(param_ids, []), parameters, strict=True):
-        if param_id not in saved["state"]:  # the parameter never got a gradient, so has no moments
-            continue
-        entry, state = saved["state"][param_id], initial_param_state(parameter, group, dtype)
+    for i, entry in saved["state"].items():  # without parameters that never got a gradient
+        parameter, group = parameters[i]
+        state = initial_param_state(parameter, group, dtype)
         for name, tensor in state.items():
             whole = entry[name]
             if whole.shape != tensor.shape or not whole.is_floating_point():
