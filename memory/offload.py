@@ -28,9 +28,10 @@ On a CPU, where the planner simulates steps, the same code makes ordinary copies
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -66,9 +67,10 @@ class PinnedPool:
             self.return_buffers(buffers)
             if not pinned or "out of memory" not in str(error):
                 raise
-            more = f"{like.nbytes / 2**20:,.0f} MiB more of pinned CPU memory"
-            way_out = "use smaller batches, or no offload"
-            raise MemoryError(f"offload found no {more}: {way_out}") from error
+            raise MemoryError(
+                f"offload found no {like.nbytes / 2**20:,.0f} MiB more of pinned CPU memory: "
+                "use smaller batches, or no offload"
+            ) from error
         return buffers
 
     def reuse_or_allocate(self, size: int, pinned: bool) -> Tensor:
@@ -101,14 +103,11 @@ def pinned_bytes_needed(n: int) -> int:
     return sum(split_into_buffer_sizes(n))
 
 
-def split_over_buffers(flat: Tensor, buffers: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Split a 1-D tensor over host buffers: yield (part of the tensor, its place in a buffer)."""
-    begin = 0
-    for block in buffers:
-        room = block.view(flat.dtype)
-        part = flat[begin : begin + len(room)]
-        yield part, room[: len(part)]
-        begin += len(part)
+def split_over_buffers(flat: Tensor, buffers: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Split a 1-D tensor over host buffers: return (part of the tensor, its place in a buffer)."""
+    rooms = [block.view(flat.dtype) for block in buffers]
+    parts = flat.tensor_split([*accumulate(map(len, rooms[:-1]))])  # the last may fill it in part
+    return [(part, room[: len(part)]) for part, room in zip(parts, rooms, strict=True)]
 
 
 class Offload:

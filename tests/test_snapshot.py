@@ -34,12 +34,13 @@ from trainer.snapshot import (
 
 
 def state(step: int) -> dict:
-    empty = {key: {} for key in ("record", "scaler", "config", "args")}
-    empty |= {"typed": [], "tokenizer": {"name": "toy"}, "run": "", "threads": 1}
-    data = {"description": "", "fingerprint": "", "sequences_per_step": 2}
-    optimizer = {"state": {0: {"exp_avg": torch.randn(64)}}, "param_groups": []}
-    empty |= {"data": data, "optimizer": optimizer, "best_val_loss": 2.5}
-    return empty | {"step": step, "model": {"weight": torch.randn(64, 64)}}
+    return {
+        **{key: {} for key in ("record", "scaler", "config", "args")},
+        **{"typed": [], "tokenizer": {"name": "toy"}, "run": "", "threads": 1},
+        "data": {"description": "", "fingerprint": "", "sequences_per_step": 2},
+        "optimizer": {"state": {0: {"exp_avg": torch.randn(64)}}, "param_groups": []},
+        **{"best_val_loss": 2.5, "step": step, "model": {"weight": torch.randn(64, 64)}},
+    }
 
 
 # ---- To write one

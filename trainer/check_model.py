@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.errors import MiniGPTError
-from memory import MemorySavingGPT, policies
+from memory import MemorySavingGPT, SequenceParallelGPT, policies
 from memory.sequence import SequenceShard
 from model import DRAWN_LAYERS, MiniGPT, MiniGPTConfig
 
@@ -106,30 +106,32 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
 def compare_steps(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> None:
     """Make the comparisons of `check_model`. This changes random states."""
     config, alone = small_config_and_step(model.config)
-    close, saving = close_to(alone), partial(small_step, MemorySavingGPT)
-    if wrong := first_difference(alone, partial(saving, replace(config, recompute="none")), close):
-        raise MiniGPTError(
-            f"model.py: MemorySavingGPT computes other results than MiniGPT ({wrong}): for a new "
-            "head_loss use --loss-chunks 1; move a change of embed to MiniGPT.forward"
-        )
     plain = replace(config, recompute="none", loss_chunks=1, mlp_chunks=1)
+    close, saving = close_to(alone), partial(small_step, MemorySavingGPT)
+    raise_if_different(
+        "model.py: MemorySavingGPT computes other results than MiniGPT ({}): for a new head_loss "
+        "use --loss-chunks 1; move a change of embed to MiniGPT.forward",
+        alone,
+        partial(saving, replace(config, recompute="none")),
+        close,
+    )
     if process.layout.world_size > 1:
         check_for_several_processes(model, process, plain, alone)
-    if config.mlp_chunks != 1 and (
-        wrong := first_difference(alone, partial(saving, config), close)
-    ):
-        raise MiniGPTError(
-            f"--mlp-chunks: the MLP half of model.py looks at other tokens ({wrong}): use "
-            "--mlp-chunks 1"
+    if config.mlp_chunks != 1:
+        raise_if_different(
+            "--mlp-chunks: the MLP half of model.py looks at other tokens ({}): use --mlp-chunks 1",
+            alone,
+            partial(saving, config),
+            close,
         )
-    if config.recompute == "none":
-        return
-    step = partial(saving, device=process.device, precision=precision)
-    policy = replace(plain, recompute=config.recompute)
-    if wrong := first_difference(step(plain), partial(step, policy), torch.equal):
-        raise MiniGPTError(
+    if config.recompute != "none":
+        step = partial(saving, device=process.device, precision=precision)
+        raise_if_different(
             f"--use-activation-checkpoint {config.recompute}: model.py computes other results with "
-            f"this policy than without ({wrong}); see docs/change.md, or use the policy none"
+            "this policy than without ({}); see docs/change.md, or use the policy none",
+            step(plain),
+            partial(step, replace(plain, recompute=config.recompute)),
+            torch.equal,
         )
 
 
@@ -167,15 +169,15 @@ def check_for_several_processes(
     ):
         if wrong:
             raise MiniGPTError(f"model.py: {message}")
-    if process.layout.sp_degree == 1:
-        return
-    ours = replace(plain, dropout=0.0)
-    small, ids, labels = small_model_and_batch(MiniGPT, ours)
-    expected = losses_and_gradients(small, ids, labels, small)
-    if wrong := first_difference(expected, partial(shared_step, ours), close_to(expected)):
-        raise MiniGPTError(
-            f"model.py computes other results if processes share each sequence ({wrong}): mix "
-            "tokens only in Attention.attend, which gets some of the heads; or use train_fsdp.py"
+    if process.layout.sp_degree > 1:
+        ours = replace(plain, dropout=0.0)
+        expected = losses_and_gradients(*small_model_and_batch(MiniGPT, ours))
+        raise_if_different(
+            "model.py computes other results if processes share each sequence ({}): mix tokens "
+            "only in Attention.attend, which gets some of the heads; or use train_fsdp.py",
+            expected,
+            partial(shared_step, ours),
+            close_to(expected),
         )
 
 
@@ -189,23 +191,26 @@ class ValueReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def first_difference(
+def raise_if_different(
+    message: str,
     expected: TensorByName,
-    found: TensorByName | Callable[[], TensorByName],
+    step: Callable[[], TensorByName],
     same: Callable[[Tensor, Tensor], bool],
-) -> str:
-    """Return "NAME differs" for the first tensor that is not the `same` in both, or the error of
-    the call that should compute `found`; "" if there is no difference."""
+) -> None:
+    """Raise MiniGPTError if `step` fails, or if a tensor is missing or not the `same`.
+
+    `message`: {} stands for the error, or for the name of the first such tensor.
+    """
     try:
-        found = found() if callable(found) else found
+        found = step()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    for name in dict.fromkeys([*expected, *found]):
+        first_line = str(error).partition("\n")[0]
+        raise MiniGPTError(message.format(f"{type(error).__name__}: {first_line}")) from None
+    for name in expected | found:
         if not (name in expected and name in found and same(expected[name], found[name])):
-            return f"{name} differs"
-    return ""
+            raise MiniGPTError(message.format(f"{name} differs"))
 
 
 def close_to(expected: TensorByName) -> Callable[[Tensor, Tensor], bool]:
@@ -256,7 +261,7 @@ def small_step(
     before = numbers_of_modules(model)
     torch.manual_seed(0)
     random.seed(0)
-    results = losses_and_gradients(model, ids, labels, model, precision)
+    results = losses_and_gradients(model, ids, labels, precision)
     if numbers_of_modules(model) != before:
         raise MiniGPTError(
             "model.py: forward counts in an attribute, which no snapshot has: a resumed run, or "
@@ -289,52 +294,46 @@ def small_model_and_batch(
 
 
 def losses_and_gradients(
-    model: MiniGPT,
-    ids: Tensor,
-    labels: Tensor,
-    forward: Callable[[Tensor, Tensor], Tensor],
-    precision: torch.dtype = FLOAT32,
+    model: MiniGPT, ids: Tensor, labels: Tensor, precision: torch.dtype = FLOAT32
 ) -> TensorByName:
-    """Run `forward` and backward of two micro-batches; return the losses and the gradients that
+    """Run forward and backward of two micro-batches; return the losses and the gradients that
     exist."""
-    losses, amp = [], precision != FLOAT32
-    for batch in (ids, ids.flip(0)):
+    results, amp = TensorByName(), precision != FLOAT32
+    for i, batch in enumerate((ids, ids.flip(0))):
         with torch.autocast(ids.device.type, precision if amp else None, amp, cache_enabled=False):
-            losses.append(forward(batch, labels))
-        losses[-1].backward()
+            loss = model(batch, labels)
+        loss.backward()
+        results[f"loss {i}"] = loss.detach()
     gradients = {GRADIENT_OF + name: weight.grad for name, weight in model.named_parameters()}
-    losses_by_name = {f"loss {i}": loss.detach() for i, loss in enumerate(losses)}
-    return losses_by_name | {name: g for name, g in gradients.items() if g is not None}
+    return results | {name: g for name, g in gradients.items() if g is not None}
 
 
 def shared_step(config: MiniGPTConfig) -> TensorByName:
     """Return the losses and gradients of a step of train_sp.py, whose N_RANKS processes are threads
     here."""
-    barrier, ranks = Barrier(N_RANKS, timeout=10), range(N_RANKS)
+    barrier = Barrier(N_RANKS, timeout=10)
     sent: list[Sequence[Tensor]] = [()] * N_RANKS
 
-    def all_to_all(rank: int, x: Tensor, send_sizes: list[int], _: list[int]) -> Tensor:
-        sent[rank] = x.split(send_sizes)
+    def exchange(rank: int, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Send `parts[r]` to each rank r; return what this rank gets, in the order of ranks."""
+        sent[rank] = parts
         barrier.wait()
-        received = torch.cat([parts[rank] for parts in sent])
+        received = [parts[rank] for parts in sent]
         barrier.wait()
         return received
 
-    shards = [SequenceShard(r, N_RANKS, config.n_heads, partial(all_to_all, r)) for r in ranks]
-    making = [partial(MemorySavingGPT, shard=shard) for shard in shards]
-    made = [small_model_and_batch(make, config) for make in making]  # not in the threads: seeds
+    def make(rank: int, config: MiniGPTConfig) -> MiniGPT:
+        def all_to_all(x: Tensor, send_sizes: list[int], _: list[int]) -> Tensor:
+            return torch.cat(exchange(rank, x.split(send_sizes)))
 
-    def run(rank: int) -> TensorByName:
-        model, ids, labels = made[rank]
-        counted, tokens = labels != -100, shards[rank].start_sharding(ids.size(1))
-        share = counted[:, tokens].sum() / counted.sum()  # the mean loss counts these labels
+        shard = SequenceShard(rank, N_RANKS, config.n_heads, all_to_all)
+        return SequenceParallelGPT(
+            config, shard, lambda x: torch.stack(exchange(rank, [x] * N_RANKS)).sum(0)
+        )
 
-        def forward(ids: Tensor, labels: Tensor) -> Tensor:
-            return share * model(ids[:, tokens], labels[:, tokens], start=tokens.start)
-
-        return losses_and_gradients(model, ids, labels, forward)
-
+    # (Not in the threads, because they share the seed.)
+    ranks = [small_model_and_batch(partial(make, rank), config) for rank in range(N_RANKS)]
     with ThreadPoolExecutor(N_RANKS) as pool:
-        of_ranks = [*pool.map(run, ranks)]
-    stacked = {name: torch.stack([one[name] for one in of_ranks]) for name in of_ranks[0]}
-    return {name: tensors.sum(0) for name, tensors in stacked.items()}
+        of_ranks = [*pool.map(lambda rank: losses_and_gradients(*rank), ranks)]
+    # The loss is that of all ranks, and FSDP averages the gradients.
+    return {name: torch.stack([one[name] for one in of_ranks]).mean(0) for name in of_ranks[0]}

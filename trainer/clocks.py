@@ -13,18 +13,18 @@ import os
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import profile, record_function, schedule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
-from model import Block, MiniGPT
+from model import MiniGPT
 
 from .device import is_compiled
 from .metrics import format_bytes
@@ -239,8 +239,7 @@ class ProfilingClock(PeakMemoryClock):
     STEPS_BEFORE_PROFILE steps.
 
     Then it prints the profiler's table of operators, and writes the trace beside the snapshot.
-    Until training ends, Block.__call__ and model.head_loss are replaced by functions that open a
-    named range and call the original function. No result changes.
+    Until training ends, hooks of the model's modules begin and end the named ranges.
     """
 
     def __init__(self, settings: Settings, process: OneProcess, *measured: Any):
@@ -249,7 +248,7 @@ class ProfilingClock(PeakMemoryClock):
             settings.profile,
             sibling_path(settings.checkpoint_path, ".trace.json"),
         )
-        self.phase_range, self.model_ranges = ExitStack(), ExitStack()
+        self.phase_range, self.hooks = ExitStack(), ExitStack()
         # Without this setting Kineto, the library behind torch.profiler, prints lines of its own.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         # acc_events=True: without it some versions of torch warn that they do not keep events
@@ -263,19 +262,31 @@ class ProfilingClock(PeakMemoryClock):
         )
 
     def __enter__(self) -> StepClock:
-        call, indices = Block.__call__, {block: i for i, block in enumerate(self.model.blocks)}
-
-        def call_in_range(block: Block, *inputs: Any, **policy: Any) -> Any:
-            # In backward only an activation checkpoint calls a block, in order to recompute it.
-            prefix = "recompute of " if self.phase == "backward" else ""
-            with record_function(f"{prefix}block {indices.get(block, 'of a plan')}"):
-                return call(block, *inputs, **policy)
-
-        head_in_range = record_function("head")(self.model.head_loss)
-        self.model_ranges.enter_context(patch.object(Block, "__call__", call_in_range))
-        self.model_ranges.enter_context(patch.object(self.model, "head_loss", head_in_range))
+        for i, block in enumerate(self.model.blocks):
+            self.add_range(f"block {i}", block.register_forward_pre_hook, block)
+        self.add_range("head", self.model.ln_f.register_forward_hook, self.model)
         self.profiler.start()
         return super().__enter__()
+
+    def add_range(
+        self, name: str, register_begin: Callable[..., RemovableHandle], module: nn.Module
+    ) -> None:
+        """Name a range that begins at a hook and ends when the call of `module` ends."""
+        named = ExitStack()
+
+        @torch.compiler.disable
+        def begin(*_: Any) -> None:
+            # In backward only an activation checkpoint calls a block, in order to recompute it.
+            prefix = "recompute of " if self.phase == "backward" else ""
+            named.enter_context(record_function(prefix + name))
+
+        @torch.compiler.disable
+        def end(*_: Any) -> None:
+            named.close()
+
+        self.hooks.enter_context(register_begin(begin))
+        # always_call: early stop ends a recomputation by an exception.
+        self.hooks.enter_context(module.register_forward_hook(end, always_call=True))
 
     def begin_phase(self, phase: str) -> None:
         self.phase_range.close()
@@ -290,7 +301,7 @@ class ProfilingClock(PeakMemoryClock):
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         self.phase_range.close()
-        self.model_ranges.close()
+        self.hooks.close()
         self.profiler.stop()  # calls `self.report` if the profiler is recording
         if self.steps <= STEPS_BEFORE_PROFILE:
             self.process.print0("profile  nothing was recorded: the run ended too early")

@@ -66,19 +66,15 @@ def choose_precision(
     """
     if settings.no_amp:
         return torch.float32
-    if settings.amp_dtype == "bfloat16":
-        return torch.bfloat16
-    if settings.amp_dtype == "float16":
-        if device.type == "mps":
-            raise MiniGPTError("--amp-dtype float16 needs a GradScaler, which mps lacks: --no-amp")
-        return torch.float16
+    if settings.amp_dtype == "float16" and device.type == "mps":
+        raise MiniGPTError("--amp-dtype float16 needs a GradScaler, which mps lacks: --no-amp")
+    if settings.amp_dtype != "auto":
+        return getattr(torch, settings.amp_dtype)
     if device.type == "cuda":
         if native is None:
             native = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if native else torch.float16
-    if device.type == "cpu" and cpu_has_bfloat16():
-        return torch.bfloat16
-    return torch.float32
+    return torch.bfloat16 if device.type == "cpu" and cpu_has_bfloat16() else torch.float32
 
 
 def check_gather_dtype_flag(settings: Settings, precision: torch.dtype) -> None:
@@ -190,14 +186,7 @@ def free_memory(device: torch.device, root: str = "/") -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    # Outside Linux the free memory is not known. So use its upper limit, the machine's memory.
-    free = proc_bytes(f"{root}/proc/meminfo", "MemAvailable:") or machine_memory()
-    left = [
-        limit - used + cached_files
-        for limit, used, cached_files in memory_limits(root)
-        if limit is not None and used is not None
-    ]
-    return free and max(0, min([free, *left]))
+    return min((free for _, free in cpu_memory(root) if free is not None), default=None)
 
 
 def total_memory(device: torch.device, root: str = "/") -> int | None:
@@ -207,21 +196,16 @@ def total_memory(device: torch.device, root: str = "/") -> int | None:
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    # Count swap space as memory: it is slow, but a run can use it.
-    limits = [
-        proc_bytes(f"{root}/proc/meminfo", "MemTotal:", "SwapTotal:") or machine_memory(),
-        *(limit for limit, *_ in memory_limits(root)),
-    ]
-    return min(filter(None, limits), default=None)
+    return min((total for total, _ in cpu_memory(root) if total is not None), default=None)
 
 
-def memory_limits(root: str) -> list[tuple[int | None, int | None, int]]:
-    """Return the limits of this process's CPU memory: (limit, used memory, used for cached files),
-    in bytes. None: no limit, or not known.
+def cpu_memory(root: str) -> list[tuple[int | None, int | None]]:
+    """Return (total, free) bytes of the machine and of each limit of this process; None: unknown,
+    or no limit.
 
     There are limits of control groups, as for a container or a job of a cluster, and a limit of the
-    address space (`ulimit -v`). Cached files do not count, because the kernel drops them when
-    memory is needed.
+    address space (`ulimit -v`). Cached files count as free, because the kernel drops them when
+    memory is needed. Swap counts as memory: it is slow, but a run can use it.
     """
     groups = [
         (find_number(limit), find_number(used), find_number(statistics, cached_name) or 0)
@@ -229,7 +213,19 @@ def memory_limits(root: str) -> list[tuple[int | None, int | None, int]]:
         for limit, used, statistics in read_control_groups("memory", names, root)
     ]
     address_space = find_number(read_or_empty(f"{root}/proc/self/limits"), "space")
-    return [*groups, (address_space, proc_bytes(f"{root}/proc/self/status", "VmSize:"), 0)]
+    limits = [*groups, (address_space, proc_bytes(f"{root}/proc/self/status", "VmSize:"), 0)]
+    total = proc_bytes(f"{root}/proc/meminfo", "MemTotal:", "SwapTotal:")
+    free = proc_bytes(f"{root}/proc/meminfo", "MemAvailable:")
+    # Outside of Linux only the total is known, and on Windows nothing.
+    pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    machine = pages and pages * os.sysconf("SC_PAGE_SIZE")
+    return [
+        (total or machine, free or machine),
+        *(
+            (limit, None if limit is None or used is None else max(0, limit - used + cached))
+            for limit, used, cached in limits
+        ),
+    ]
 
 
 @dataclass(frozen=True)
@@ -296,21 +292,11 @@ def budget_on(
         processes: number of processes that share the device's free memory.
         here: number of processes on this machine. They share the CPU memory.
     """
-    host_bytes = None
-    if device.type != "cpu":
-        host_bytes = budget_on(torch.device("cpu"), None, here).usable_bytes
+    on_cpu = device.type == "cpu"
+    host_bytes = None if on_cpu else budget_on(torch.device("cpu"), None, here).usable_bytes
     free = free_memory(device) if budget is None else None
-    if free is not None:
-        budget = free // processes
-    return MemoryBudget(budget, device.type, is_free=free is not None, host_usable_bytes=host_bytes)
-
-
-def machine_memory() -> int | None:
-    """Return the bytes of the machine's memory; None if the system does not report them
-    (Windows)."""
-    if not hasattr(os, "sysconf"):
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = budget if free is None else free // processes
+    return MemoryBudget(limit, device.type, is_free=free is not None, host_usable_bytes=host_bytes)
 
 
 def proc_bytes(file: str, *names: str) -> int:

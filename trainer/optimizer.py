@@ -311,12 +311,10 @@ def initial_param_state(
 ) -> dict[str, Tensor]:
     """Return the state of a parameter before its first step: zero moments of the dtype `moments`,
     and AdamW's step count."""
-    rule, state = group.get("rule", "adamw"), {}
-    if rule == "adamw":
-        state["step"] = torch.tensor(0.0, device=parameter.device)
-    for name in MOMENT_NAMES_BY_OPTIMIZER[rule]:
-        state[name] = torch.zeros_like(parameter, dtype=moments)
-    return state
+    rule = group.get("rule", "adamw")
+    step = {"step": torch.tensor(0.0, device=parameter.device)} if rule == "adamw" else {}
+    names = MOMENT_NAMES_BY_OPTIMIZER[rule]
+    return step | {name: torch.zeros_like(parameter, dtype=moments) for name in names}
 
 
 def optimizer_name(settings: Settings) -> str:
@@ -360,17 +358,16 @@ def restore_optimizer(
         saved: state dict of an optimizer, with full tensors.
         shard_like: function (full tensor, parameter) -> this process's rows of the tensor.
     Raises:
-        ValueError, KeyError: the state dict is that of another model or optimizer.
+        ValueError, LookupError: the state dict is that of another model or optimizer.
     """
     dtype = getattr(optimizer, "moments", torch.float32)
     param_ids = [group["params"] for group in saved["param_groups"]]
     if param_ids != [group["params"] for group in optimizer.state_dict()["param_groups"]]:
         raise ValueError("other groups of parameters")
     parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-    for param_id, (parameter, group) in zip(sum(param_ids, []), parameters, strict=True):
-        if param_id not in saved["state"]:  # the parameter never got a gradient, so has no moments
-            continue
-        entry, state = saved["state"][param_id], initial_param_state(parameter, group, dtype)
+    for i, entry in saved["state"].items():  # without parameters that never got a gradient
+        parameter, group = parameters[i]
+        state = initial_param_state(parameter, group, dtype)
         for name, tensor in state.items():
             whole = entry[name]
             if whole.shape != tensor.shape or not whole.is_floating_point():

@@ -146,8 +146,11 @@ def read_transformers_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Ten
     folder is incomplete, or if MiniGPT cannot compute its model.
     """
     config, tensors = read_config(folder), read_safetensors(folder)
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(MASKS)}
+    weights = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(MASKS)
+    }
     head = weights.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, weights.get("wte.weight", head)):
         raise DataError(f"{folder}: lm_head is not wte; MiniGPT has one weight for both")

@@ -194,7 +194,7 @@ def read_snapshot(path: Path) -> State:
         if damaged := find_damaged_part(path):
             raise SnapshotError(f"{path} is damaged (checksum of {damaged} is wrong)")
         # torch cannot map a file whose name is not valid Unicode. It then reads the file.
-        state: State = load_weights_only(path, "cpu", mmap=str(path).isprintable())
+        return load_state(path, "cpu", mmap=str(path).isprintable())
     except FileNotFoundError:
         raise SnapshotError(f"there is no snapshot {path}") from None
     except pickle.UnpicklingError:
@@ -205,9 +205,6 @@ def read_snapshot(path: Path) -> State:
         raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from None
     except Exception:  # for a damaged file zipfile and torch raise many types of errors
         raise SnapshotError(f"{path} is no snapshot, or a damaged one") from None
-    if strange := find_invalid_key(state, "cpu"):
-        raise SnapshotError(f"{path} is no MiniGPT snapshot (no {strange}, or a strange one)")
-    return state
 
 
 def find_damaged_part(path: Path) -> str | None:
@@ -227,12 +224,19 @@ def find_damaged_part(path: Path) -> str | None:
         return archive.testzip() or next(iter(strange), None)
 
 
-def load_weights_only(file: Path | BinaryIO, device: str, mmap: bool = False) -> Any:
-    """Load a file that torch.save has written, if it contains only plain data and tensors. With
-    `mmap` the tensors are pages of the file."""
+def load_state(path: Path, device: str, mmap: bool = False) -> State:
+    """Load a file that torch.save has written, if it contains only plain data and tensors.
+
+    With `mmap` the tensors are pages of the file. Raises SnapshotError if the content is no
+    snapshot, and torch's errors.
+    """
     # Hide torch's warnings about TorchScript and sparse tensors, which no snapshot contains.
-    with hidden_warnings():
-        return torch.load(file, map_location=device, weights_only=True, mmap=mmap)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+        if strange := find_invalid_key(state, device):
+            raise SnapshotError(f"{path} is no MiniGPT snapshot (no {strange}, or a strange one)")
+    return state
 
 
 # ---- The content of a snapshot
@@ -243,16 +247,14 @@ def is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_COUNT
 
 
-def is_number(value: object) -> bool:
-    """Return True for a float, and for a whole number that fits in 64 bits."""
-    return type(value) is float or type(value) is int and abs(value) < 2**63
-
-
 def is_plain(value: object) -> bool:
-    """Return True for a possible value of a flag: a number, a bool, a text, None, or a list of
-    texts."""
-    is_list = isinstance(value, list) and [*map(type, value)] == [str] * len(value) != []
-    return is_list or isinstance(value, str | bool | None) or is_number(value)
+    """Return True for a possible value of a flag: a number of at most 64 bits, a bool, a text,
+    None, or a list of texts."""
+    if isinstance(value, list):
+        return value != [] and all(type(item) is str for item in value)
+    return isinstance(value, float | str | bool | None) or (
+        type(value) is int and abs(value) < 2**63
+    )
 
 
 def is_dense(value: object, device: str) -> bool:
@@ -309,19 +311,11 @@ RECORD_TYPES: dict[str, Any] = {
 }
 
 
-@contextmanager
-def hidden_warnings() -> Iterator[None]:
-    """Context that prints no warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def find_invalid_key(state: Any, device: str) -> str | None:
     """Return the first key of RULE_BY_KEY that is missing in `state` or has a strange value; None
     if all values are valid. All tensors must be on `device`."""
     for key, is_valid in RULE_BY_KEY.items():
-        with suppress(Exception), hidden_warnings():
+        with suppress(Exception):
             if is_valid(state) and all(is_dense(leaf, device) for leaf in tree_leaves(state[key])):
                 continue
         return key
@@ -358,9 +352,8 @@ def peek(path: Path) -> State:
     """
     with suppress(Exception):  # (many types of errors, as in `read_snapshot`)
         if path.is_file():
-            with open(path, "rb") as file, skip_data():
-                state: State = load_weights_only(file, "meta")
-            return {} if find_invalid_key(state, "meta") else state
+            with skip_data():
+                return load_state(path, "meta")
     return {}
 
 

@@ -103,9 +103,10 @@ class TorchrunProcess(OneProcess):
         """
         device = choose_device(name)
         if device.type == "cuda":
-            n_gpus = torch.cuda.device_count()
-            if self.local_rank >= n_gpus:
-                raise MiniGPTError(f"--nproc-per-node: more processes than GPUs ({n_gpus})")
+            if self.local_rank >= torch.cuda.device_count():
+                raise MiniGPTError(
+                    f"--nproc-per-node: more processes than GPUs ({torch.cuda.device_count()})"
+                )
             device = torch.device("cuda", self.local_rank)
             torch.cuda.set_device(device)
         elif device.type == "mps":
