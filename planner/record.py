@@ -16,47 +16,68 @@ import torch
 from .op_recorder import PROJECT_FOLDER, Op, OpRecorder, PhaseMark, Storage
 from .timeline import StepMemory
 
-# operator -> name of its result; {read}: name of the first storage that the operator reads
-RESULT_NAME_TEMPLATE_BY_OP = {"_to_copy": "{dtype} copy of {read}", "embedding": "rows of {read}"}
-# operator -> names of its results in forward
-FORWARD_RESULT_NAMES_BY_OP = {
-    "addmm": ("output",),
-    "gelu": ("gelu",),
-    "native_layer_norm": ("output", "mean", "1 / deviation"),
-    "native_dropout": ("output", "mask"),
-    "attention": ("attention", "logsumexp"),
-    "_safe_softmax": ("softmax",),
-    "_log_softmax": ("log-softmax",),
-    "nll_loss_forward": ("loss", "tokens that count"),
-    "ones_like": ("gradient of the loss",),
+# Operator -> {pattern: names of its results}. The first pattern counts that is found in a call,
+# "forward MODULE < INPUT;INPUT;" or "backward MODULE < INPUT;INPUT;" with the names of the storages
+# that the operator reads. {read}: the first of these, {half}: see HALF_BY_INPUT.
+RESULT_NAMES_BY_OP: dict[str, dict[str, tuple[str, ...]]] = {
+    "_to_copy": {"": ("{dtype} copy of {read}",)},
+    "embedding": {"": ("rows of {read}",)},
+    "arange": {"": ("positions",)},
+    "addmm": {"": ("output",)},
+    "gelu": {"": ("gelu",)},
+    "native_layer_norm": {"": ("output", "mean", "1 / deviation")},
+    "native_dropout": {"": ("output", "mask")},
+    "attention": {"": ("attention", "logsumexp")},
+    "_safe_softmax": {"": ("softmax",)},
+    "_log_softmax": {"": ("log-softmax",)},
+    "nll_loss_forward": {"": ("loss", "tokens that count")},
+    "ones_like": {"": ("gradient of the loss",)},
+    "nll_loss_backward": {"": ("gradient of log-softmax",)},
+    "_log_softmax_backward_data": {"": ("gradient of logits",)},
+    "native_layer_norm_backward": {
+        "": ("gradient of input", "gradient of gain", "gradient of shift"),
+    },
+    "native_dropout_backward": {"": ("gradient of input",)},
+    "gelu_backward": {"": ("gradient of gelu's input",)},
+    "attention_backward": {"": ("gradient of q", "gradient of k", "gradient of v")},
+    "_softmax_backward_data": {"": ("gradient of scores",)},
+    "embedding_dense_backward": {"": ("gradient of weight",)},
+    "cat": {"^backward": ("gradient of q, k and v",)},
+    "sum": {
+        "^backward  <": ("gradient of position_embedding's rows",),
+        "^backward": ("gradient of bias",),
+    },
+    "add": {
+        "^backward": ("sum of gradients",),
+        "< (rows of [^;]*;)+$": ("x, the sum of both embeddings",),
+        r"\.attn\.|\.mlp\.|\.dropout ": ("x + {half}",),
+    },
+    "mul": {
+        "^backward [^<]*dropout": ("gradient of input",),
+        "dropout": ("output",),  # if it is not fused
+        "^forward head": ("a chunk's input, 0 for ignored labels",),
+    },
+    "empty_like": {"dropout": ("mask",), "^forward head < (?!head)": ("gradient of its input",)},
+    "zeros_like": {"weight;": ("gradient of the weight",), "": ("sum of losses",)},
+    "new_empty": {"^forward head": ("logits of a chunk, then their gradient",)},
+    "new_zeros": {"^forward head": ("low-precision copy of the weight, padded",)},
+    "ne": {"^forward head": ("labels that count",)},
+    "gather": {"^forward head": ("log-probabilities of the labels",)},
+    "mm": {
+        "^backward .*weight;": ("gradient of input",),
+        "^backward": ("gradient of weight",),
+        "^forward head < (?!head)": ("logits",),
+        "^forward head .*weight": ("gradient of a chunk's input",),
+        "^forward head": ("a part of the weight's gradient",),
+    },
 }
-# operator -> names of its results in backward
-BACKWARD_RESULT_NAMES_BY_OP = {
-    "nll_loss_backward": ("gradient of log-softmax",),
-    "_log_softmax_backward_data": ("gradient of logits",),
-    "native_layer_norm_backward": ("gradient of input", "gradient of gain", "gradient of shift"),
-    "native_dropout_backward": ("gradient of input",),
-    "gelu_backward": ("gradient of gelu's input",),
-    "attention_backward": ("gradient of q", "gradient of k", "gradient of v"),
-    "_softmax_backward_data": ("gradient of scores",),
-    "embedding_dense_backward": ("gradient of weight",),
-    "cat": ("gradient of q, k and v",),
-    "sum": ("gradient of bias",),
-    "add": ("sum of gradients",),
+# Part of an input's name -> the method of a block that made this input
+HALF_BY_INPUT = {
+    ".attn.": "attention",
+    ".dropout of attention": "attention",
+    ".mlp.": "feed_forward",
+    ".dropout of feed_forward": "feed_forward",
 }
-# (text in a line of MiniGPT.forward or memory/head.py, operator) -> name of the operator's result
-RESULT_NAME_BY_LINE_PART_AND_OP = {
-    ("position_embedding(", "add"): "x, the sum of both embeddings",
-    ("buffer = ", "new_empty"): "logits of a chunk, then their gradient",
-    ("copy = ", "new_zeros"): "low-precision copy of the weight, padded",
-    ("gradients = ", "empty_like"): "gradient of its input",
-    ("gradients = ", "zeros_like"): "gradient of the weight",
-    ("F.linear(", "mm"): "logits",
-    ("padded @ cast_weight", "mm"): "gradient of a chunk's input",
-    ("a_part @ b", "mm"): "a part of the weight's gradient",
-}
-# operator of dropout that is not fused -> name of its result
-DROPOUT_RESULT_NAME_BY_OP = {"empty_like": "mask", "mul": "output"}
 # (operator of backward, argument) -> why forward keeps this argument; {}: module of the operator
 REASON_BY_BACKWARD_READ = {
     ("gelu_backward", "self"): "GELU's backward needs its input",
@@ -169,44 +190,19 @@ def name_of_result(op: Op, i: int, dtype: torch.dtype) -> str:
 
     `dtype`: dtype of this result.
     """
-    name, (module, line, is_backward) = op.name, op.call_site
-    inputs = [storage.name for _, storage in op.named_inputs]
-    if name in RESULT_NAME_TEMPLATE_BY_OP and inputs:
-        return RESULT_NAME_TEMPLATE_BY_OP[name].format(
-            dtype=str(dtype).removeprefix("torch."), read=inputs[0]
-        )
-    results = (BACKWARD_RESULT_NAMES_BY_OP if is_backward else FORWARD_RESULT_NAMES_BY_OP).get(
-        name, ()
-    )
-    result, code = results[i] if i < len(results) else name, read_source_line(line)
-    half = re.search(r"\b(attention|feed_forward)\(", code)  # the method that the line calls
-    if module.endswith("dropout"):
-        result = "gradient of input" if is_backward else DROPOUT_RESULT_NAME_BY_OP.get(name, result)
-        module += f" of {half[1]}" if half else ""
-    elif is_backward and name == "mm":
-        of_input = any(input_name.endswith("weight") for input_name in inputs)
-        result = f"gradient of {'input' if of_input else 'weight'}"
-    elif is_backward and name == "sum" and not module:
-        result = "gradient of position_embedding's rows"
-    elif not is_backward and not results:
-        of_block = f"x + {half[1]}" if half and name == "add" else name
-        result = result_name_from_line(name, code) if module in ("", "head") else of_block
-    return f"{module}: {result}".removeprefix(": ")
-
-
-def result_name_from_line(operator: str, code: str) -> str:
-    """Return the name of the tensor that `operator` makes in a line of code.
-
-    The name is the entry of RESULT_NAME_BY_LINE_PART_AND_OP if there is one, else the variable that
-    the line sets, else the name of the operator.
-    """
-    names = [
-        name
-        for (part, by), name in RESULT_NAME_BY_LINE_PART_AND_OP.items()
-        if by == operator and part in code
-    ]
-    variable = re.match(r"(\w+) = ", code)
-    return names[0] if names else variable[1] if variable else operator
+    module, _, is_backward = op.call_site
+    inputs = "".join(f"{storage.name};" for _, storage in op.named_inputs)
+    half = next((half for part, half in HALF_BY_INPUT.items() if part in inputs), "")
+    if module.endswith("dropout") and half:
+        module += f" of {half}"
+    call = f"{'backward' if is_backward else 'forward'} {module} < {inputs}"
+    patterns = RESULT_NAMES_BY_OP.get(op.name, {}).items()
+    names = next((names for pattern, names in patterns if re.search(pattern, call)), ())
+    name = names[i] if i < len(names) else op.name
+    if "{read}" not in name:
+        name = f"{module}: {name}".removeprefix(": ")
+    read, number_type = inputs.partition(";")[0], str(dtype).removeprefix("torch.")
+    return name.format(read=read, half=half, dtype=number_type)
 
 
 def read_source_line(line: str) -> str:

@@ -101,6 +101,15 @@ def test_names_and_reasons(way, of, name, code, why, until):
         assert {s.block_index for s in found} == {1}
 
 
+@pytest.mark.parametrize("way", ["selective", "plain"])
+def test_names_do_not_come_from_the_text_of_the_source(way, monkeypatch):
+    """Another name of a local variable in memory/head.py changes nothing that a user sees."""
+    names = [storage.name for storage in record(way, "cpu", dropout=0.1).storages]
+    monkeypatch.setattr("linecache.getline", lambda *place: "renamed = something_else()")
+    storages = plan("cpu", 0.1).record(B, **WAYS[way]).storages
+    assert [storage.name for storage in storages] == names
+
+
 @pytest.mark.parametrize("path", [PurePosixPath, PureWindowsPath])
 def test_a_line_is_named_alike_on_each_system(path):
     folder = path("/a/mini")
