@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness.gpt2_folder import write_folder
-from harness.runs import ROOT, run
+from harness.runs import ROOT, run, typed
 from torch.distributed.run import get_args_parser
 
 from model import MiniGPT
@@ -137,7 +137,7 @@ TORCHRUNS = [command for command in commands() if command.startswith("torchrun "
 def test_flags_are_known():
     """Of trainers, in sentences, too; the slow test below runs the commands."""
     for flags in re.findall(r"train_\w+\.py (--[^\n`#]*)", TEXT):
-        parse_settings(flags.split())
+        typed(*flags.split())
     for command in TORCHRUNS:
         get_args_parser().parse_args(shlex.split(command)[1:])
 

@@ -18,7 +18,7 @@ import studies
 from memory import POLICY_NAMES
 from scripts import LISTING, kept_tensors, plan_memory
 from trainer.bootstrap import SPIN_COUNT
-from trainer.flags import build_parser
+from trainer.settings import Settings
 
 
 def table(text: str) -> dict[str, list[str]]:
@@ -57,7 +57,7 @@ def test_python_m_scripts_answers_a_newcomer():
     assert (result.returncode, result.stdout) == (0, LISTING) and " torch\n" not in result.stderr
     for name, *flags in map(shlex.split, table(result.stdout)):
         if name == "train_minimal.py":
-            build_parser(name, "x.pt").parse_args(flags)
+            Settings.parse(flags, name)
         elif name == "plan_memory":
             plan_memory.parse(flags)
 
@@ -180,8 +180,8 @@ def test_recipes_run_and_know_their_flags(tmp_path, recipe, program, sequences):
     # It may be started from where the text lies.
     result = run([*command, "my text.txt", "--lr", "1"], cwd=tmp_path, PATH=path, GPUS="4")
     words = result.stdout.splitlines()
-    args = parse_settings(words[words.index("--train-data") :])
-    assert args.train_data == [f"{tmp_path}/my text.txt"] and args.lr == 1
+    args = Settings.parse(words[words.index("--train-data") :], "test")
+    assert args.train_data == (f"{tmp_path}/my text.txt",) and args.lr == 1
     processes = 4 if program == "torchrun" else 1
     assert args.batch_size * args.grad_accum_steps * processes == sequences
 

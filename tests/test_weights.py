@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from harness.faults import broken, raising
 from harness.gpt2_folder import TOKENIZER, gpt2_tensors, write_folder
-from harness.runs import TINY, metrics, same, snapshot, torchrun, train_here
+from harness.runs import TINY, metrics, same, snapshot, torchrun, train_here, typed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -233,7 +233,7 @@ def test_what_older_folders_hold_besides(tmp_path):
 def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     """And does not, if another process has other weights."""
     argv = [*TINY[N_MODEL:], f"--checkpoint-path={tmp_path}/run.pt", f"--init-from={folder}", text]
-    run = set_up_from_settings(parse_settings(argv), OneProcess.from_args)
+    run = set_up_from_settings(typed(*argv), OneProcess.from_settings)
     assert same(run.model.state_dict(), load_model_and_tokenizer(folder, CPU)[0].state_dict())
     assert (run.step, run.settings.seq_len, run.data.tokenizer.vocab_size) == (0, 32, 257)
     assert run.model.config.dropout == 0.1 and not run.optimizer.state  # the run's own
