@@ -24,11 +24,7 @@ from planner.cards import canonical_card_name
 # memory.
 MAX_COUNT = 10**9
 MAX_LAYERS = 10**4
-MAX_SIZES = {  # largest allowed sizes of a model, by field of MiniGPTConfig
-    "n_layers": MAX_LAYERS,
-    **dict.fromkeys(("n_heads", "d_model", "d_ff"), 10**6),
-    **dict.fromkeys(("max_position_embeddings", "vocab_size"), MAX_COUNT),
-}
+MAX_WIDTH = 10**6  # of heads, channels, and sequences of a micro-batch
 AUTO = "auto"  # value of --use-activation-checkpoint: the run chooses the policy
 # Suffix of a number of tokens -> factor.
 TOKEN_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -58,11 +54,6 @@ class OneLineParser(argparse.ArgumentParser):
 def flag(name: str) -> str:
     """Return the flag whose value argparse stores as `name`: `--n-layers` for `n_layers`."""
     return "--" + name.replace("_", "-")
-
-
-def is_valid_model_size(name: str, value: object) -> bool:
-    """Return True if `value`, which may come from a file, is a valid size for the flag `name`."""
-    return type(value) is int and 0 < value <= MAX_SIZES[name]
 
 
 def print_error(message: object) -> None:

@@ -27,14 +27,10 @@ from memory import MemorySavingGPT, recompute_plan_of_config
 from model import MiniGPT, MiniGPTConfig
 from planner.formulas import count_parameters
 
-from .flags import MAX_SIZES, flag, is_valid_model_size
+from .flags import flag
 from .optimizer import ShardLikeFn
-from .settings import S
+from .settings import Rule, S, check_saved_value, names_with
 from .snapshot import LoadedSnapshot, SnapshotError, check_shapes, peek, read_snapshot
-
-# Fields (flags, too) whose values come from the config of the weights.
-SHAPE_FIELD_NAMES = "n_layers n_heads d_model d_ff max_position_embeddings".split()
-
 
 # ---- the arithmetic of GPT-2
 
@@ -182,12 +178,13 @@ def read_config(folder: Path) -> MiniGPTConfig:
 def make_config(content: dict[str, Any]) -> MiniGPTConfig:
     """Return a MiniGPTConfig with the values in `content`, which come from a file. Raises DataError
     if a size is outside of the limits of its flag, or if the config is impossible."""
-    for name, max_size in MAX_SIZES.items():
-        if not is_valid_model_size(name, content[name]):
-            raise DataError(
-                f"{name} is {content[name]!r}, not a whole number of at least 1 and at most "
-                f"{max_size:,}"
-            )
+    for name in (*names_with(Rule.SHAPE), "vocab_size"):
+        if not isinstance(content[name], int):
+            raise DataError(f"{name} is {content[name]!r}, not a whole number")
+        try:
+            check_saved_value(name, content[name])
+        except ValueError as error:
+            raise DataError(f"{name} {error}") from None
     try:
         config = MiniGPTConfig(**content)
         recompute_plan_of_config(config)  # raises ValueError for a strange policy
@@ -323,7 +320,7 @@ def open_init_from(settings: S) -> tuple[Pretrained | None, S]:
     except (DataError, SnapshotError) as error:
         raise MiniGPTError(f"--init-from: {error}") from None
     config, tokenizer, toy = source.config, source.tokenizer, source.tokenizer.name == "toy"
-    required: dict[str, Any] = {name: getattr(config, name) for name in SHAPE_FIELD_NAMES}
+    required: dict[str, Any] = {name: getattr(config, name) for name in names_with(Rule.SHAPE)}
     required |= {"tokenizer_name": tokenizer.name, "use_toy_data": toy}
     if toy or tokenizer.name == "bpe" or "vocab_size" in settings.typed:
         required["vocab_size"] = config.vocab_size

@@ -25,7 +25,8 @@ from planner import Layout
 from .flags import (
     AUTO,
     MAX_COUNT,
-    MAX_SIZES,
+    MAX_LAYERS,
+    MAX_WIDTH,
     OneLineParser,
     byte_count,
     card_name,
@@ -62,6 +63,7 @@ class Rule(Flag):
     PER_RANK = auto()
     DERIVED = auto()  # may follow from another flag; if ranks differ, the other flag is blamed
     SHORTHAND = auto()  # stands for other flags
+    SHAPE = auto()  # a size of the model, which trained weights set
     THIS_START = auto()  # --resume takes it from the command line, not from the snapshot
 
 
@@ -99,7 +101,7 @@ def row(
 
 
 COUNT, COUNT_OR_ZERO = number_in_range(int, 1, MAX_COUNT), number_in_range(int, 0, MAX_COUNT)
-LAYERS, SIZE = (number_in_range(int, 1, MAX_SIZES[name]) for name in ("n_layers", "d_model"))
+LAYERS, SIZE = number_in_range(int, 1, MAX_LAYERS), number_in_range(int, 1, MAX_WIDTH)
 SEED = number_in_range(int, 0, 2**63 - 1)
 POSITIVE, POSITIVE_OR_ZERO = number_in_range(float, 0, open=True), number_in_range(float, 0)
 
@@ -145,15 +147,17 @@ class Settings:
         help="start from trained weights: a snapshot, or a folder of transformers' GPT-2 "
         "(config.json, model.safetensors; needs the package safetensors); this also sets "
         "shape and tokenizer (default: random weights)")
-    n_layers: int = row(3, LAYERS, rules=Rule.FIXED, help="blocks (default: {default})")
-    n_heads: int = row(4, SIZE, rules=Rule.FIXED,
+    n_layers: int = row(3, LAYERS, rules=Rule.FIXED | Rule.SHAPE,
+        help="blocks (default: {default})")
+    n_heads: int = row(4, SIZE, rules=Rule.FIXED | Rule.SHAPE,
         help="attention heads of a block (default: {default})")
-    d_model: int = row(128, SIZE, rules=Rule.FIXED, help="channels (default: {default})")
-    d_ff: int = row(None, SIZE, rules=Rule.FIXED,
+    d_model: int = row(128, SIZE, rules=Rule.FIXED | Rule.SHAPE,
+        help="channels (default: {default})")
+    d_ff: int = row(None, SIZE, rules=Rule.FIXED | Rule.SHAPE,
         help="channels inside the MLP (default: 4 x --d-model)")
     dropout: float = row(0.0, number_in_range(float, 0, 0.99), rules=Rule.FIXED, metavar="P",
         help="dropout probability, 0 = off (default: {default})")
-    max_position_embeddings: int = row(None, COUNT, rules=Rule.FIXED | Rule.DERIVED,
+    max_position_embeddings: int = row(None, COUNT, rules=Rule.FIXED | Rule.SHAPE | Rule.DERIVED,
         help="longest sequence that the model can process, in tokens (default: --seq-len)")
 
     use_activation_checkpoint: str = row("none", check_policy_string, group="memory",
