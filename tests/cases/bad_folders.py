@@ -68,7 +68,7 @@ FOLDERS = {
     "another class": tensor("score.weight", np.zeros(2, np.float32), "as score.weight, .* nothing"),
     "heads": config(r"config.json: .*divisible", n_head=3),
     "a size that is a word": config("config.json: n_layers is 'two'", n_layer="two"),
-    "a huge size": config("config.json: max_position_embeddings is 1", n_positions=10**30),
+    "a huge size": config("config.json: max_position_embeddings must be", n_positions=10**30),
     "too wide": config("d_model must be .* at most 1,000,000", n_embd=10**6 + 1, n_head=1),
     "as wide as may be": config(r"16\) as .*, 1000000\)", n_embd=10**6, n_inner=10**6),
     "other sizes than the weights": config(r"\(257, 16\) as .*\(257, 768\)", n_embd="gone"),
