@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from data import DataError, Dataset, MiniGPTError, Tokenizer, TrainBatches, ValBatches, load_dataset
+from memory import MemorySavingGPT
 from model import MiniGPTConfig
 
 from . import resume
@@ -111,30 +112,18 @@ def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrai
     train = TrainBatches(data.train_token_files, size, seq_len, settings.data_seed, device)
     settings = with_run_length(settings, process.layout.replicas, train.n_windows)
     val = ValBatches(data.val_token_files, size, seq_len, settings.eval_tokens, device)
-    metadata = make_snapshot_metadata(settings, process, config, data)
+    metadata = make_snapshot_metadata(settings, process, config, data, resumed)
     torch.manual_seed(settings.seed)  # for parameters that model.py itself draws
     model = make_model_without_memory(config, process.make_model)
     if resumed is not None:
         check_shapes(resumed.path, resumed.state["model"], model.state_dict())
         resume.check_resumable(resumed.state, metadata, resumed.path)
-        metadata["run"] = resumed.state.get("run")
     check = partial(check_model, model, process, precision)
     process.run_on_all_ranks(check)  # (each rank may have its own policy)
-    of_gpt2 = isinstance(origin, Pretrained) and os.path.isdir(origin.path)
-    if of_gpt2 and process.rank == 0 and not computes_gpt2(make_small_model(config)):
-        process.print0(
-            f"warning  --init-from {settings.init_from}: model.py computes something else than "
-            "GPT-2 with these weights"
-        )
     if settings.compile:
         process.run_on_all_ranks(lambda: check_compiler(device))
     held_lock = process.run_on_rank0_only(lambda: claim(settings.checkpoint_path, resumed))
-    process.allocate_parameters(model)
-    if isinstance(origin, Pretrained):
-        origin.fill(model, process.shard_like)
-    elif origin is None:
-        torch.manual_seed(settings.seed)
-        model.init_weights(process.shard_like)
+    allocate_and_fill(model, settings, process, origin)
     optimizer = make_optimizer(model, settings, device, precision)
     scaler = make_scaler(device, precision)
     restored = {}
@@ -165,6 +154,25 @@ def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrai
     if process.rank == 0:  # only on rank 0, because `describe_run` reads files
         process.print0(describe_run(run, words, origin))
     return run
+
+
+def allocate_and_fill(
+    model: MemorySavingGPT, settings: Settings, process: OneProcess, origin: SnapshotOrPretrained
+) -> None:
+    """Give the model its memory, and the weights of --init-from or random ones. (Those of a
+    snapshot come with its optimizer.)"""
+    process.allocate_parameters(model)
+    if origin is None:
+        torch.manual_seed(settings.seed)
+        model.init_weights(process.shard_like)
+    elif isinstance(origin, Pretrained):
+        origin.fill(model, process.shard_like)
+        of_gpt2 = os.path.isdir(origin.path) and process.rank == 0
+        if of_gpt2 and not computes_gpt2(make_small_model(model.config)):
+            process.print0(
+                f"warning  --init-from {settings.init_from}: model.py computes something else than "
+                "GPT-2 with these weights"
+            )
 
 
 def load_data_and_plan(
@@ -306,7 +314,11 @@ def find_data(
 
 
 def make_snapshot_metadata(
-    settings: Settings, process: OneProcess, config: MiniGPTConfig, data: Dataset
+    settings: Settings,
+    process: OneProcess,
+    config: MiniGPTConfig,
+    data: Dataset,
+    resumed: LoadedSnapshot | None,
 ) -> State:
     """Return the part of a snapshot that identifies its run. This part has plain types only, no
     tensors."""
@@ -318,7 +330,7 @@ def make_snapshot_metadata(
     flags["init_from"] = settings.init_from and os.path.abspath(settings.init_from)
     per_step = settings.batch_size * settings.grad_accum_steps * process.layout.replicas
     return {
-        "run": process.run_id,
+        "run": resumed.state["run"] if resumed else process.run_id,
         "config": asdict(config),
         "args": flags,
         "typed": sorted(settings.typed & flags.keys()),

@@ -54,7 +54,7 @@ S = TypeVar("S", bound="Settings")
 
 
 class Rule(Flag):
-    """What may happen to the value of a flag."""
+    """A rule on the value of a flag."""
 
     FIXED = auto()  # decides shape, random numbers, optimizer or tokens: no change at --resume
     DATA = auto()  # chooses the data: no change at --resume, unless the data stay the same
