@@ -54,7 +54,8 @@ S = TypeVar("S", bound="Settings")
 
 
 class Rule(Flag):
-    """A rule on the value of a flag."""
+    """A rule on the value of a flag. Without one the value may change at --resume, and must be the
+    same on all ranks."""
 
     FIXED = auto()  # decides shape, random numbers, optimizer or tokens: no change at --resume
     DATA = auto()  # chooses the data: no change at --resume, unless the data stay the same
