@@ -5,7 +5,6 @@ has the flags: --resume needs no other. What is typed wins, or is refused by the
 (Two runs that want the same files: test_snapshot.py. More refusals: test_bad_input.py.)
 """
 
-import argparse
 import io
 import math
 import os
@@ -21,22 +20,23 @@ import pytest
 import torch
 from harness.faults import broken, undisturbed
 from harness.rows import row
-from harness.runs import TINY, TINY_MODEL, metrics, parse, same, snapshot, train_here
+from harness.runs import TINY, TINY_MODEL, metrics, parse, same, snapshot, train_here, typed
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 import train_minimal
 from memory import MemorySavingGPT
+from planner import Layout
 from trainer.bootstrap import set_stdout_errors
 from trainer.build import build_run
-from trainer.flags import with_flags
 from trainer.process import OneProcess
 from trainer.resume import (
     candidate_paths,
-    check_flags,
+    check_fixed_flags,
     load_newest,
-    restore_flags,
+    with_saved_flags,
 )
+from trainer.settings import ROWS, Settings, resolve
 from trainer.snapshot import (
     LoadedSnapshot,
     SnapshotError,
@@ -206,16 +206,11 @@ def test_all_processes_agree_on_the_lowest_loss(path):
     """Process 0 alone reads the log, which knows more than a snapshot of before its evaluation."""
     assert train_here(path, "--eval-interval=5") == 0
     lowest, last = min(r["val_loss"] for r in metrics(path) if "val_loss" in r), metrics(path)[-1]
-    process = OneProcess(torch.device("cpu"))
-    process.rank, process.run_on_all_ranks, process.run_on_rank0_only = (
-        1,
-        lambda act: act(),
-        lambda act: None,
-    )
+    process = OneProcess(torch.device("cpu"), Layout(rank=1))
+    process.run_on_all_ranks, process.run_on_rank0_only = lambda act: act(), lambda act: None
     process.all_gather_object = lambda mine: [last if mine is None else mine]
-    args = parse(*TINY, "--resume --num-steps=30")
-    args.checkpoint_path = path
-    assert build_run(args, process, load_newest(path)).best_val_loss == lowest
+    settings = parse(*TINY, "--resume --num-steps=30").replace(checkpoint_path=path)
+    assert build_run(settings, process, load_newest(path)).best_val_loss == lowest
 
 
 # ---- Resumed from what no run has saved
@@ -285,22 +280,22 @@ def test_a_strange_value_is_one_line_or_changes_nothing(tmp_path, flags, n=100):
 # ---- The flags
 
 
-def taken(before: str, typed: str) -> argparse.Namespace:
-    """The flags of a run of `before` that is resumed with `typed`."""
-    saved, args = parse(before), parse_settings(["--resume", *typed.split()])
-    state = {"args": vars(saved), "tokenizer": {"name": saved.tokenizer_name or "bpe"}}
-    state |= {"config": {"vocab_size": 289}, "typed": sorted(saved.typed)}
-    resumed = LoadedSnapshot(state, args.checkpoint_path)
-    restore_flags(args, resumed)
-    check_flags(resolve(args), resumed)
-    return args
+def resumed(before: str, words: str) -> Settings:
+    """The settings of a run of `before` that is resumed with `words`."""
+    saved, now = parse(before), typed("--resume", words)
+    state = {"args": {name: getattr(saved, name) for name in ROWS}, "typed": sorted(saved.typed)}
+    state |= {"config": {"vocab_size": 289}, "tokenizer": {"name": saved.tokenizer_name or "bpe"}}
+    snapshot = LoadedSnapshot(state, now.checkpoint_path)
+    settings = resolve(with_saved_flags(now, snapshot))
+    check_fixed_flags(settings, snapshot)
+    return settings
 
 
 MLP, AUTO = f"{FULL} mlp", f"{FULL} auto"
 
 
 @pytest.mark.parametrize(
-    ("before", "typed", "as_if"),
+    ("before", "words", "as_if"),
     [
         ("--num-steps 77", "", "--num-steps 77"),
         ("--num-tokens 7680", "", "--num-tokens 7680"),
@@ -317,19 +312,20 @@ MLP, AUTO = f"{FULL} mlp", f"{FULL} auto"
         ("--vocab-size 300", "--vocab-size 289", "--vocab-size 289"),  # as many as its text gave
         # What the run cannot change; the flag that was typed is blamed.
         ("", "--model gpt2", "error: --n-layers: x.pt was trained with 3, this run"),
+        ("", "--seed 7", "error: --seed: x.pt was trained with 1337, this run has 7"),
         ("--vocab-size 300", "--vocab-size 290", "error: --vocab-size: .* with 289, this run has"),
         ("", "--tokenizer-name byte", "error: --tokenizer-name: x.pt was trained with bpe, this"),
         ("", "--use-toy-data", "error: --use-toy-data: x.pt was trained with False, this run has"),
     ],
 )
-def test_what_is_typed_wins_or_is_refused(before, typed, as_if):
+def test_what_is_typed_wins_or_is_refused(before, words, as_if):
     """All other flags are the run's; and what follows from a flag follows from the new one."""
     if as_if.startswith("error: "):
         with pytest.raises(SnapshotError, match=as_if.removeprefix("error: ")):
-            taken(before, typed)
+            resumed(before, words)
         return
-    wanted = with_flags(parse("--resume", as_if), typed=None)
-    assert with_flags(taken(before, typed), typed=None) == wanted
+    wanted = parse("--resume", as_if)
+    assert resumed(before, words).replace(typed=wanted.typed) == wanted
 
 
 # ---- What is said, and can be pasted
