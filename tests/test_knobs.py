@@ -6,19 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness.answers import parse, room_for
+from harness.answers import room_for
+from harness.runs import parse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.errors import MiniGPTError
-from planner import CARDS
-from planner.cards import choose_card
-from trainer.plan import (
-    POLICY_FLAG,
-    Plan,
-    describe_suggested_change,
-    plan_memory,
-)
+from planner import CARDS, Layout
+from trainer.plan import Plan, card_for, plan_run, suggest_change
 from trainer.process import OneProcess
 
 SHAPE = (
@@ -48,11 +43,11 @@ OFFLOAD = "--use-activation-checkpoint full+offload"
 )
 def test_it_is_told_what_costs_least(flags, device, less, wanted):
     """Of what is not so yet. `less`: the policy that is predicted to need less."""
-    args = parse(flags)
-    policy = args.use_activation_checkpoint
-    said = describe_suggested_change(args, device, policy, less)
+    settings = parse(flags)
+    policy = settings.use_activation_checkpoint
+    said = suggest_change(settings, device, policy, less)
     assert said.startswith(f"{wanted} (" if wanted else "what changes the training: --seq-len ")
-    evaluating = describe_suggested_change(args, device, policy, less, in_evaluation=True)
+    evaluating = suggest_change(settings, device, policy, less, in_evaluation=True)
     assert "--use-activation-checkpoint" not in evaluating
 
 
@@ -69,20 +64,19 @@ DRAWN = {
     "--use-activation-checkpoint": ["none", "cheap", "full"],
 }
 COMMANDS = st.fixed_dictionaries({name: st.sampled_from(of) for name, of in DRAWN.items()})
-PLANNED: dict[str, dict] = {"cpu": {}, "cuda": {}}
 
 
 @pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=25)
-@given(COMMANDS, st.sampled_from([*PLANNED]), st.sampled_from([-0.5, -0.1, 0.01, 0.1, 0.5]))
+@given(COMMANDS, st.sampled_from(["cpu", "cuda"]), st.sampled_from([-0.5, -0.1, 0.01, 0.1, 0.5]))
 def test_advice_fits_and_repeats_nothing(typed, kind, share):
     """By the planner itself. `share` of the way from the state to the peak is there for tensors."""
-    args = parse(f"{SHAPE} {' '.join(f'{name} {value}' for name, value in typed.items())}")
-    plain = Plan(args, 61, torch.device(kind), torch.float32, planner_cache=PLANNED[kind])
-    room = plain.state_bytes + share * (plain.predicted_step.peak - plain.state_bytes)
+    settings = parse(f"{SHAPE} {' '.join(f'{name} {value}' for name, value in typed.items())}")
+    plain = Plan(settings, 61, torch.device(kind), torch.float32)
+    room = plain.state_bytes + share * (plain.peak - plain.state_bytes)
     room = room if share > 0 else (1 + share) * plain.state_bytes
     asked = replace(plain, memory_budget=room_for(room))
-    said, knob = asked.advice_and_change()
+    said, change = asked.advice()
     text = said.partition("the training: ")[2] or said.partition(" fits (")[0]
     for way in text.split(", or "):
         words, _, policy = way.partition(" with ")
@@ -90,13 +84,13 @@ def test_advice_fits_and_repeats_nothing(typed, kind, share):
         assert not {(name, str(value)) for name, value in typed.items()} & flags.items()
         if "of this card" in way:
             n = int(words.split()[0])
-            shards = replace(asked, args=args.replace(**{POLICY_FLAG: "full"}), shard_degree=n)
+            shards = replace(asked.with_policy("full"), layout=Layout("fsdp", world_size=n))
             assert shards.fits and n > 1
         elif way.startswith("--"):
             flags |= {"--use-activation-checkpoint": policy} if policy else {}
             then = parse(f"{SHAPE} {' '.join(f'{n} {v}' for n, v in (typed | flags).items())}")
-            assert asked.with_args(then).predicted_step.peak <= asked.usable_bytes
-    assert knob or asked.step_with_best_policy().peak > asked.usable_bytes
+            assert replace(asked, settings=then).peak <= asked.usable_bytes
+    assert change or asked.with_fastest_policy().peak > asked.usable_bytes
     assert share > 0 or not re.search("--batch-size|--seq-len", said)
 
 
@@ -115,13 +109,12 @@ def machine(monkeypatch):
 
 
 def words(flags: str = "", processes: int = 1) -> str:
-    args, process = parse(f"{SHAPE} {flags}"), OneProcess(CPU)
-    process.local_world_size = processes
-    return plan_memory(args, process, args.model_config(61), torch.float32).words
+    process = OneProcess(CPU, Layout(local_world_size=processes))
+    return plan_run(parse(f"{SHAPE} {flags}"), 61, process, torch.float32)[2]
 
 
-def peak(flags: str = "") -> int:
-    return Plan(parse(f"{SHAPE} {flags}"), 61, CPU, torch.float32).predicted_step.peak
+def peak() -> int:
+    return Plan(parse(SHAPE), 61, CPU, torch.float32).peak
 
 
 @pytest.mark.parametrize(
@@ -174,11 +167,7 @@ def test_all_processes_go_by_the_clock_of_the_first(machine, monkeypatch):
     machine(GIB, GIB)
     monkeypatch.setattr("planner.cards.this_machine", lambda *what: pytest.fail("measured"))
     # Not for this one to do.
-    monkeypatch.setattr(OneProcess, "run_on_rank0_only", lambda self, act: None)
-    monkeypatch.setattr(OneProcess, "run_on_all_ranks", lambda self, act: act())
-    monkeypatch.setattr(
-        OneProcess, "all_gather_object", lambda self, mine: [H100 if mine is None else mine, mine]
-    )
+    monkeypatch.setattr(OneProcess, "from_rank0", lambda self, act: H100)
     said = words(f"{AUTO_1GIB} --card this-machine")
     assert f"the least time (predicted for H100) {FITS}" in said
 
@@ -190,9 +179,9 @@ def test_a_gpu_is_known_by_its_name(monkeypatch):
     there = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=H100.memory)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device=None: there)
     monkeypatch.setattr("planner.cards.this_machine", lambda *what: what)
-    assert choose_card(nothing, gpu) == H100
-    assert choose_card(tf32, gpu).flops == (H100.flops[1] / 2, *H100.flops[1:])
-    assert choose_card(t4, gpu) == choose_card(t4, CPU) == CARDS["T4"]  # which has no TF32
-    assert choose_card(mine, gpu) == (gpu, 80, 32)  # measured at the shape of its attention
+    assert card_for(nothing, gpu) == H100
+    assert card_for(tf32, gpu).flops == (H100.flops[1] / 2, *H100.flops[1:])
+    assert card_for(t4, gpu) == card_for(t4, CPU) == CARDS["T4"]  # which has no TF32
+    assert card_for(mine, gpu) == (gpu, 80, 32)  # measured at the shape of its attention
     there.name = "NVIDIA GeForce 8800 GTX"
-    assert choose_card(nothing, gpu) is None is choose_card(nothing, CPU)
+    assert card_for(nothing, gpu) is None is card_for(nothing, CPU)
