@@ -32,9 +32,9 @@ from torch.utils._pytree import tree_leaves
 
 import train_minimal
 from data.errors import MiniGPTError
-from planner import Planner
-from trainer import setup
-from trainer.plan import make_request
+from planner import Layout, Planner
+from trainer import build
+from trainer.plan import plan_for_command
 
 slow = pytest.mark.slow
 STEP = 2  # the first that has the optimizer's state
@@ -132,7 +132,7 @@ def test_nothing_of_the_failed_attempt_stays_alive(way, tmp_path, monkeypatch):
         raise LookupError("no policy needs less memory")
 
     monkeypatch.setattr("trainer.run.switch_policy", bytes_left)  # (to no other)
-    run.policies = [(run.model.config.recompute, 2), ("full", 1)]
+    run.plans = [run.plans[0], run.plans[0].with_policy("full")]
     gc.disable()
     try:
         for place in places_in(n, draw, 24):
@@ -230,7 +230,7 @@ def test_an_update_that_runs_out_half_way_is_not_done_again(path, capsys, monkey
 
 def test_of_a_changed_model_only_what_is_exact_is_taken(path, capsys, monkeypatch):
     """Here it is attn, and what would be taken first without the check is selective:1."""
-    exact, looked_at = setup.check_model, []
+    exact, looked_at = build.check_model, []
 
     def compare(model, *how: object) -> None:
         looked_at.append(model.config.recompute)
@@ -238,7 +238,7 @@ def test_of_a_changed_model_only_what_is_exact_is_taken(path, capsys, monkeypatc
             raise MiniGPTError("its result differs")
         exact(model, *how)
 
-    monkeypatch.setattr(setup, "check_model", compare)
+    monkeypatch.setattr(build, "check_model", compare)
     flags = "--no-amp", "--num-steps=4"
     with running_out(STEP, (50, False)):
         assert train_here(path, *flags) == 0
@@ -295,7 +295,7 @@ def test_a_process_that_may_have_no_more(share, fault, policy, code, path):
     """A real failure of the CPU's allocator. The planner has no more than the rest, either. It may
     have, beyond what it has before that step, a `share` of the way from what `full` needs to what
     `none` does."""
-    planner = make_request(parse(*LARGE)).planner
+    planner = plan_for_command(parse(*LARGE), Layout()).planner
     least, most = (planner.step(8, recompute=policy).peak for policy in ("full", "none"))
     weights = sum(weight.nbytes for weight in planner.model.parameters())
     room = str(int(least + share * (most - least) - weights))
