@@ -11,11 +11,11 @@ from harness.calculator import evaluate
 from harness.runs import parse
 
 from data.errors import MiniGPTError
-from planner import CARDS, Planner
+from planner import CARDS, Layout, Planner
 from planner.choose import uniform_policies
 from scripts import memory_page, plan_memory
 from trainer.device import MemoryBudget
-from trainer.plan import Plan, plan_run
+from trainer.plan import Plan, plan_for_command, plan_run
 from trainer.process import OneProcess
 from trainer.settings import Settings, to_words
 
@@ -83,7 +83,8 @@ def ways_on_the_page(model: str) -> list:
 
 
 def of_the_page(model: str, flags: str) -> str | None:
-    room = memory_page.make_request(memory_page.parse(flags.split())).memory_budget
+    settings = memory_page.parse(flags.split())
+    room = plan_for_command(settings, Layout()).memory_budget
     fitting = (name for peak, _, name, _ in ways_on_the_page(model) if peak <= room.usable_bytes)
     return next(fitting, None)
 

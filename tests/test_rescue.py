@@ -34,7 +34,7 @@ import train_minimal
 from data.errors import MiniGPTError
 from planner import Layout, Planner
 from trainer import build
-from trainer.plan import plan_for_command
+from trainer.plan import plan_for_command, plans_to_try
 
 slow = pytest.mark.slow
 STEP = 2  # the first that has the optimizer's state
@@ -119,6 +119,15 @@ def test_the_run_says_it_and_goes_on_with_the_policy_that_it_took(flags, path, c
     assert ours["args"][policy] == theirs["args"][policy]
 
 
+@pytest.mark.usefixtures("plans_memory")
+def test_the_policies_to_take_are_planned_before_the_first_step(tmp_path, monkeypatch):
+    """When memory has run out, there may be none for a simulation."""
+    run = runs.ready(tmp_path, "--no-amp")
+    monkeypatch.setattr("trainer.plan.make_planner", raising(MemoryError()))
+    assert len(plans_to_try(run.plans)) > 1
+    run.held_lock.close()
+
+
 @pytest.mark.parametrize("way", ["none", "cheap", "selective"])
 def test_nothing_of_the_failed_attempt_stays_alive(way, tmp_path, monkeypatch):
     """Without the garbage collector's help: else the next attempt would have less room."""
@@ -132,7 +141,8 @@ def test_nothing_of_the_failed_attempt_stays_alive(way, tmp_path, monkeypatch):
         raise LookupError("no policy needs less memory")
 
     monkeypatch.setattr("trainer.run.switch_policy", bytes_left)  # (to no other)
-    run.plans = [run.plans[0], run.plans[0].with_policy("full")]
+    plan = run.plans[0]
+    run.plans = sorted([plan, plan.with_policy("full")], key=lambda plan: -plan.peak)  # (planned)
     gc.disable()
     try:
         for place in places_in(n, draw, 24):

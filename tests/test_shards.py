@@ -48,7 +48,7 @@ def test_predicted_peak_is_that_of_real_processes(act, n, names, tmp_path):
             "accumulates_gradients": case.micro_batches > 1,
             "gather_in_bfloat16": case.gather == "bfloat16",
         }
-        optimizer = partial(make_optimizer, settings=case.flags, sharded=True, **how)
+        optimizer = partial(make_optimizer, settings=case.settings, sharded=True, **how)
         more |= {"make_optimizer": optimizer}
         precision = "fp32" if case.dtype == torch.float32 else "bf16"
         step = planner(case.config, precision, **more).step(case.batch_size)
