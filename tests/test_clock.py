@@ -136,21 +136,21 @@ def test_a_roofline_by_hand():
 # ---- a step of several micro-batches
 
 
-def simulated_seconds(request: Plan) -> float:
+def simulated_seconds(plan: Plan) -> float:
     """The seconds of a whole step: all micro-batches, operator by operator, and one update."""
-    plan, args, device_type = request.planner, request.args, request.device.type
-    model, optimizer = plan.model, plan.optimizer
-    model.config = request.config
-    with plan.fake:
-        batch = torch.zeros(2, args.batch_size, args.seq_len, dtype=torch.int64)
-    with step.recording_simulated_ops(device_type, plan.fake) as log:
-        for _ in range(args.grad_accum_steps):
+    planner, settings, device_type = plan.planner, plan.settings, plan.device.type
+    model, optimizer = planner.model, planner.optimizer
+    model.config = plan.config
+    with planner.fake:
+        batch = torch.zeros(2, settings.batch_size, settings.seq_len, dtype=torch.int64)
+    with step.recording_simulated_ops(device_type, planner.fake) as log:
+        for _ in range(settings.grad_accum_steps):
             forward = partial(model, *batch)
-            step.forward_and_backward(log, forward, request.precision, cache_enabled=False)
-        plan.clip_gradients([*model.parameters()], 1.0, foreach=device_type == "cuda")
+            step.forward_and_backward(log, forward, plan.precision, cache_enabled=False)
+        planner.clip_gradients([*model.parameters()], 1.0, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
-    return seconds(timeline.op_work_table(log.ops), request.card)
+    return seconds(timeline.op_work_table(log.ops), plan.card)
 
 
 @pytest.mark.slow
@@ -169,10 +169,10 @@ def test_a_step_takes_what_its_micro_batches_and_one_update_take(
     optimizer, moments, n, n_layers, width, way, kind, card
 ):
     flags = f"{optimizer} {moments} --grad-accum-steps {n} --n-layers {n_layers} --d-model {width}"
-    args = parse(f"{SHAPE} {flags} --batch-size 2 --use-activation-checkpoint {way}")
+    typed = parse(f"{SHAPE} {flags} --batch-size 2 --use-activation-checkpoint {way}")
     precision = torch.bfloat16 if kind == "cuda" else torch.float32
-    asked = Plan(args, 61, torch.device(kind), precision, card=card)
-    assert asked.seconds(asked.predicted_step) == pytest.approx(simulated_seconds(asked), rel=0.01)
+    plan = Plan(typed, 61, torch.device(kind), precision, card=card)
+    assert plan.seconds == pytest.approx(simulated_seconds(plan), rel=0.01)
 
 
 # ---- this machine

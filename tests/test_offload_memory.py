@@ -5,14 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 from cases.shapes import CONFIG, PRECISIONS
-from harness.answers import SHAPE, ask, parse
+from harness.answers import SHAPE, ask
 from harness.planned import measured_peak, planner
+from harness.runs import parse
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memory import POLICY_NAMES, offload
+from planner import Layout
 from trainer.metrics import format_bytes
-from trainer.plan import plan_memory
+from trainer.plan import plan_run
 from trainer.process import OneProcess
 
 
@@ -50,13 +52,12 @@ X = 8 * 32 * 16 * 4  # bytes of the residual stream: of four blocks, three are m
 
 
 def test_the_memory_of_a_cpu_is_part_of_the_room(monkeypatch, everything_travels):
-    process, args = OneProcess(torch.device("cuda")), parse(f"{SHAPE} {FLAGS}")
-    process.local_world_size = 3
+    process = OneProcess(torch.device("cuda"), Layout(local_world_size=3))
     monkeypatch.setattr("trainer.device.without_margin", lambda room, device_type: int(room))
-    monkeypatch.setattr("trainer.plan.card_of", lambda args, device: None)
+    monkeypatch.setattr("trainer.plan.choose_card", lambda *_: None)
     for name in ("plan.total_memory", "device.free_memory"):
         monkeypatch.setattr(f"trainer.{name}", lambda d: 9 * X - 3 if d.type == "cpu" else 2**26)
-    words = plan_memory(args, process, args.model_config(61), torch.float32).words
+    *_, words = plan_run(parse(f"{SHAPE} {FLAGS}"), 61, process, torch.float32)
     (line,) = words.splitlines()[1:]
     assert line.startswith(f"warning  each process needs {3 * X / 1024:.1f} KiB of CPU memory")
     assert line.endswith(" --batch-size 4 --grad-accum-steps 2 fits (the same sequences)")

@@ -7,18 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness.answers import parse
 from harness.calculator import evaluate
+from harness.runs import parse
 
 from data.errors import MiniGPTError
-from planner import CARDS, Planner
+from planner import CARDS, Layout, Planner
 from planner.choose import uniform_policies
 from scripts import memory_page, plan_memory
 from trainer.device import MemoryBudget
-from trainer.flags import model_config
-from trainer.plan import Plan
-from trainer.plan import plan_memory as plan_run
+from trainer.plan import Plan, plan_for_command, plan_run
 from trainer.process import OneProcess
+from trainer.settings import Settings, to_words
 
 # name: (card, layers, channels, heads, sequences)
 MODELS = {"flat": ("RTX 3060 12GB", 3, 512, 8, 48), "deep": ("H100", 8, 128, 4, 64)}
@@ -36,17 +35,16 @@ def flags_of(model: str, share: float | None = None) -> str:
     return f"{shape} --memory-budget {budget_of(model, share)}b --card {card.replace(' ', '-')}"
 
 
-def of_card(model: str, args) -> Plan:
+def of_card(model: str, settings: Settings) -> Plan:
     """To the planner itself."""
     card, gpu = CARDS[MODELS[model][0]], torch.device("cuda")
-    return Plan(args, 4096, gpu, torch.bfloat16, card=card)
+    return Plan(settings, 4096, gpu, torch.bfloat16, card=card)
 
 
 @cache
 def budget_of(model: str, share: float) -> int:
-    args = parse(flags_of(model))
-    plan = of_card(model, args).planner
-    peaks = [plan.step(args.batch_size, recompute=rung).peak for rung in uniform_policies(plan)]
+    plan = of_card(model, parse(flags_of(model)))
+    peaks = [plan.with_policy(rung).peak for rung in uniform_policies(plan.planner)]
     safe = min(peaks) + share * (peaks[0] - min(peaks))
     return int(safe / 0.75) + 2
 
@@ -60,14 +58,14 @@ def of_plan_memory(flags: str, folder) -> str | None:
 def of_auto(flags: str, monkeypatch) -> str | None:
     monkeypatch.setattr("trainer.plan.total_memory", lambda device: 2**60)
     monkeypatch.setattr("trainer.device.free_memory", lambda device: 2**60)
-    args = parse(f"{flags} --use-activation-checkpoint auto")
+    auto = parse(f"{flags} --use-activation-checkpoint auto")
     process = OneProcess(torch.device("cuda"))
     try:
-        config, words, *_ = plan_run(args, process, args.model_config(4096), torch.bfloat16)
+        policy, _, words = plan_run(auto, 4096, process, torch.bfloat16)
     except MiniGPTError:
         return None
-    assert words.startswith(f"auto takes {config.recompute}: ")
-    return config.recompute
+    assert words.startswith(f"auto takes {policy}: ")
+    return policy
 
 
 @cache
@@ -85,7 +83,8 @@ def ways_on_the_page(model: str) -> list:
 
 
 def of_the_page(model: str, flags: str) -> str | None:
-    room = memory_page.make_request(memory_page.parse(flags.split())).memory_budget
+    settings = memory_page.parse(flags.split())
+    room = plan_for_command(settings, Layout()).memory_budget
     fitting = (name for peak, _, name, _ in ways_on_the_page(model) if peak <= room.usable_bytes)
     return next(fitting, None)
 
@@ -113,7 +112,6 @@ def test_all_say_the_same(model, share, tmp_path, monkeypatch, request):
     assert of_auto(flags, monkeypatch) == answer
     assert of_the_page(model, flags) == answer
 
-    args = parse(flags_of(model))
     advice, command = of_the_calculator(model, budget, request)
     assert advice == (answer if answer in ("none", None) else "auto")
     if answer:
@@ -121,8 +119,8 @@ def test_all_say_the_same(model, share, tmp_path, monkeypatch, request):
         assert run.use_activation_checkpoint == advice
 
     if answer not in ("none", None):
-        asked = replace(of_card(model, args), memory_budget=MemoryBudget(budget, "cuda"))
-        _, knob = asked.advice_and_change()
-        told = model_config(args.replace(**knob.flags), 4096).recompute
-        assert told == of_plan_memory(f"{flags} {' '.join(to_words(knob.flags))}", tmp_path)
+        plan = of_card(model, parse(flags_of(model)))
+        _, change = replace(plan, memory_budget=MemoryBudget(budget, "cuda")).advice()
+        told = plan.with_flags(**change).policy
+        assert told == of_plan_memory(f"{flags} {' '.join(to_words(change))}", tmp_path)
         assert told == answer

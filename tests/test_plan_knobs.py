@@ -6,21 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import answers
-from harness.answers import SHAPE, budget_for, parse, question, room_for, run
+from harness.answers import SHAPE, budget_for, question, room_for, run
+from harness.runs import parse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.plan_memory import parse_request
-from scripts.plan_table import (
-    STEP,
-    candidate_of,
-    most_that_fit,
-    search_settings,
-    with_length,
-)
-from trainer.plan import Plan
-from trainer.plan import plan_memory as plan_run
+from scripts import plan_memory
+from scripts.plan_table import STEP, changes, most_that_fit, search_settings, with_length
+from trainer.plan import Plan, plan_run
 from trainer.process import OneProcess
+from trainer.settings import to_words
 
 NONE = "--use-activation-checkpoint none"
 TYPED = "--seq-len 64 --batch-size 4 --grad-accum-steps 3 --card H100"
@@ -61,22 +56,19 @@ def test_the_longest_sequence_of_each_row():
     """It fits, 64 tokens more do not; and so does the command, which is that of the longest."""
     typed = f"{TYPED} --n-layers 6"
     plain = question(typed)
-    answer = answers.ask(
-        f"{typed} {budget_for(plain.predicted_step.peak * 1.1)} --longest-sequence"
-    )
+    answer = answers.ask(f"{typed} {budget_for(plain.peak * 1.1)} --longest-sequence")
     assert [row["name"] for row in answer.json["rows"]][-2:] == ["full/3+nested", "full+offload"]
     limit, lengths = answer.json["safe_bytes"], []
     for row in answer.json["rows"]:
-        longest, args = row["longest_sequence_safely"], plain.args
-        args = args.replace(use_activation_checkpoint=row["name"])
+        longest, plan = row["longest_sequence_safely"], plain.with_policy(row["name"])
         fits, more = (
-            plain.with_args(with_length(args, longest + n)).predicted_step for n in (0, STEP)
+            plan.with_flags(**with_length(plan.settings, longest + n)).peak for n in (0, STEP)
         )
-        assert fits.peak <= limit < more.peak and longest % STEP == 0 and longest > 0
+        assert fits <= limit < more and longest % STEP == 0 and longest > 0
         lengths.append(longest)
     found = run(answer.command)
     assert found.seq_len == found.max_position_embeddings == max(lengths)
-    assert plain.with_args(found).predicted_step.peak <= limit
+    assert replace(plain, settings=found).peak <= limit
 
 
 @pytest.mark.parametrize(
@@ -91,13 +83,13 @@ def test_the_longest_sequence_of_each_row():
     ],
 )
 def test_the_flags_of_a_length(flags, length, words):
-    asked, _ = parse_request([*flags.split(), "--use-toy-data"])
-    wanted = with_length(asked.args, length)
-    changes = candidate_of(asked.with_args(wanted)).changes(asked.args)
-    assert " ".join(to_words(changes)).removesuffix(NONE).strip() == words
+    plan, _ = plan_memory.make_plan(plan_memory.parse([*flags.split(), "--use-toy-data"]))
+    wanted = with_length(plan.settings, length)
+    change = changes(plan.with_flags(**wanted), plan.settings)
+    assert " ".join(to_words(change)).removesuffix(NONE).strip() == words
     found = parse(f"{flags} {words}")
     assert found.seq_len == length <= found.max_position_embeddings
-    assert found.max_position_embeddings == wanted.max_position_embeddings
+    assert found.max_position_embeddings == wanted["max_position_embeddings"]
 
 
 # ---- all knobs
@@ -105,7 +97,7 @@ def test_the_flags_of_a_length(flags, length, words):
 
 def dealt(one: Plan, size: int) -> Plan:
     """Its sequences of a step in micro-batches of that size."""
-    sequences = one.args.batch_size * one.args.grad_accum_steps
+    sequences = one.settings.batch_size * one.settings.grad_accum_steps
     parts = {"batch_size": size, "grad_accum_steps": sequences // size}
     return one.with_flags(**parts)
 
@@ -114,8 +106,8 @@ def dealt(one: Plan, size: int) -> Plan:
 def peaks() -> tuple[int, int]:
     """The smallest of one sequence, and that of all of them without recompute."""
     plain = question(TYPED)
-    least = replace(dealt(plain, 1), memory_budget=room_for(1)).step_with_best_policy().peak
-    return least, dealt(plain, 12).predicted_step.peak
+    least = replace(dealt(plain, 1), memory_budget=room_for(1)).with_fastest_policy().peak
+    return least, dealt(plain, 12).peak
 
 
 SLOW = [pytest.param(share, marks=pytest.mark.slow) for share in (-0.01, 0.0, 0.6)]
@@ -127,26 +119,25 @@ def test_the_fastest_of_all_is_found(peaks, share):
     one = asked(least + share * (most - least))
     found, every, sizes = search_settings(one), {}, (1, 2, 3, 4, 6, 12)
     for size in sizes:
-        there = dealt(one, size)
-        step = there.step_with_best_policy()
-        if step.peak <= one.usable_bytes:
-            every[size] = there.seconds(step)
+        fastest = dealt(one, size).with_fastest_policy()
+        if fastest.peak <= one.usable_bytes:
+            every[size] = fastest.seconds
     times = [way.seconds for way in found]
     assert times == sorted(times) and set(times) <= set(every.values())
     assert min(times, default=None) == min(every.values(), default=None)
     for way in found:
-        args = way.request.args
-        assert way.step.peak <= one.usable_bytes and args.batch_size * args.grad_accum_steps == 12
+        sequences = way.settings.batch_size * way.settings.grad_accum_steps
+        assert way.peak <= one.usable_bytes and sequences == 12
 
 
 def test_one_command_that_does_it(peaks):
     """The same sequences a step; more tokens/s than as asked; and it fits."""
     answer = answers.ask(f"{TYPED} {budget_for(sum(peaks) / 2)} --all-knobs --num-steps 10")
     first, *_ = found = answer.json["all_knobs"]
-    args = run(answer.command)
-    assert args.batch_size * args.grad_accum_steps == 12 and args.seq_len == 64
-    again = question(TYPED).with_args(args).predicted_step
-    assert again.batch_size == first["batch_size"]
+    settings = run(answer.command)
+    assert settings.batch_size * settings.grad_accum_steps == 12 and settings.seq_len == 64
+    again = replace(question(TYPED), settings=settings)
+    assert settings.batch_size == first["batch_size"]
     assert again.peak == first["peak_bytes"] <= answer.json["safe_bytes"]
     assert first["tokens_per_s"] == max(row["tokens_per_s"] for row in found)
     assert {4} < {row["batch_size"] for row in found}  # what was asked is there to compare with
@@ -172,15 +163,15 @@ def test_plan_memory_and_auto_name_them(monkeypatch):
     """One line below the table, and in the first lines of a run, whose batch stays what it is: the
     largest parts that fit without recompute, if that is faster."""
     plain = question(f"{WIDE} {CARD}")
-    least = replace(plain, memory_budget=room_for(1)).step_with_best_policy().peak
-    budget = budget_for(least + (plain.predicted_step.peak - least) / 4)
+    least = replace(plain, memory_budget=room_for(1)).with_fastest_policy().peak
+    budget = budget_for(least + (plain.peak - least) / 4)
     answer = answers.ask(f"{WIDE} {CARD} {budget}")
     (line,) = re.findall(r"\n\nnote     (2 x 12 .* % faster .*)\n\n", answer.out)
     for of in ("plan.total_memory", "device.free_memory"):
         monkeypatch.setattr(f"trainer.{of}", lambda device: 2**60)
     auto = parse(f"{SHAPE} {WIDE} {CARD} {budget} --use-activation-checkpoint auto")
-    fits, more = (dealt(plain, size).predicted_step.peak for size in (12, 24))
+    fits, more = (dealt(plain, size).peak for size in (12, 24))
     assert fits <= answer.json["safe_bytes"] < more
-    config, process = auto.model_config(61), OneProcess(torch.device("cuda"))
-    assert f"\nmemory   {line}\nmemory   " in plan_run(auto, process, config, torch.bfloat16).words
+    *_, words = plan_run(auto, 61, OneProcess(torch.device("cuda")), torch.bfloat16)
+    assert f"\nmemory   {line}\nmemory   " in words
     assert auto.batch_size == 24 and "--batch-size 24 " in answer.out.splitlines()[-1]

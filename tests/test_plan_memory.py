@@ -2,12 +2,12 @@
 
 import re
 import shlex
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from harness.answers import SHAPE, ask, budget_for, question
+from harness.answers import BATCH, ask, budget_for, question
+from harness.runs import typed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,10 +15,10 @@ from planner import CARDS, Planner, StepMemory
 from planner.choose import UNIFORM_POLICIES
 from planner.roofline import LINKS
 from scripts import plan_memory
-from scripts.plan_table import digits, format_time, recommend
+from scripts.plan_table import cost, digits, format_time, recommend
 from trainer.device import MemoryBudget, without_margin
-from trainer.flags import build_parser, byte_count
-from trainer.plan import deeper_policies, policies_to_try
+from trainer.flags import byte_count
+from trainer.plan import plans_to_try
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 GIB = 2**30
@@ -47,14 +47,15 @@ def tight() -> str:
 def test_a_row_says_what_the_planner_does(flags, sequences, takes):
     """Of one batch; only the last column is about another one."""
     flags = tight() if flags == "tight" else flags
-    answer, asked = ask(flags), question(flags)
-    room, card = asked.memory_budget, asked.card
-    policies = [name for name in UNIFORM_POLICIES if asked.shard_degree == 1 or "/" not in name]
+    answer, plain = ask(flags), question(flags)
+    room, shards = plain.memory_budget, plain.layout.shard_degree
+    policies = [name for name in UNIFORM_POLICIES if shards == 1 or "/" not in name]
     mix = [name for name in answer.rows if ":" in name]
     assert bool(mix) == (takes is None)
     assert [n for n in answer.rows if n not in mix] == [*policies, "full+offload"]
     for row, line in zip(answer.json["rows"], answer.table[1:], strict=True):
-        step = asked.planner.step(64, recompute=row["name"])
+        plan = plain.with_policy(row["name"])
+        step = plan.step
         sizes = [row[f"{name}_bytes"] for name in ("peak", "kept", "host")]
         assert (
             sizes == [step.peak, step.kept, step.host_bytes]
@@ -66,13 +67,12 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
         )
         word = "yes" if row["fits_safely"] else "tight" if row["fits"] else "no"
         assert re.search(f"  {word} +{row['largest_batch']:,}$", line)
-        if card:
-            seconds = asked.seconds(step)
-            assert row["seconds"] == pytest.approx(seconds, rel=1e-9)
-            assert row["tokens_per_s"] == pytest.approx(sequences * 32 / seconds)
+        if plan.card:
+            assert row["seconds"] == pytest.approx(plan.seconds, rel=1e-9)
+            assert row["tokens_per_s"] == pytest.approx(sequences * 32 / plan.seconds)
     fitting = [row for row in answer.json["rows"][:-1] if row["fits_safely"]]
-    cost = "seconds" if card else "replayed"
-    cheapest = min(fitting, key=lambda row: (row[cost], bool(card) * row["peak_bytes"]))
+    by = "seconds" if plain.card else "replayed"
+    cheapest = min(fitting, key=lambda row: (row[by], bool(plain.card) * row["peak_bytes"]))
     assert answer.json["takes"] == cheapest["name"] and takes in (None, cheapest["name"])
     (mark,) = [line for line in answer.table if line.startswith(">")]
     assert mark.startswith(f">  {cheapest['name']}  ")
@@ -93,13 +93,12 @@ def test_times_are_shown_as_estimates():
 
 def test_what_is_offloaded_is_recommended_last():
     """No clock knows what its copies take."""
-
-    def way(cost: float, offloaded: bool = False, fits: bool = True) -> Any:
-        return SimpleNamespace(cost=cost, offloaded=offloaded, fits_safely=fits)
-
-    fast, slow, offloaded = way(2), way(3), way(1, offloaded=True)
-    assert recommend([way(0, fits=False), slow, offloaded, fast]) is fast
-    assert recommend([way(0, fits=False), offloaded]) is offloaded
+    policies = "none", "full", "attn", "cheap+offload"
+    plain = question(budget_for(ask().peaks["none"] - 9))  # all but none fit
+    none, slow, fast, offloaded = map(plain.with_policy, policies)
+    assert cost(none) < cost(offloaded) < cost(fast) < cost(slow)
+    assert recommend([none, slow, offloaded, fast]) is fast
+    assert recommend([none, offloaded]) is offloaded and recommend([none]) is None
 
 
 # ---- what to run
@@ -116,19 +115,19 @@ KEPT = ["--seq-len 32", "--lr=0.1", "--num-tokens 1.5B", "--train-data a.txt b.t
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(st.lists(st.sampled_from([*OWN, *KEPT]), max_size=8, unique=True))
 def test_a_command_has_what_was_typed_for_a_trainer_and_what_was_found(flags):
-    args = plan_memory.parse([*" ".join(flags).split(), "--batch-size", "5"])
+    settings = plan_memory.parse([*" ".join(flags).split(), "--batch-size", "5"])
     found = {"batch_size": 2, "use_activation_checkpoint": "mlp:2,cheap"}
-    words = plan_memory.command_line(args, **found).split()
+    words = plan_memory.command_line(settings, **found).split()
     assert words[:2] == ["python", "train_minimal.py"]
     kept = " ".join(flag for flag in flags if flag in KEPT)
-    typed = f"{kept} --batch-size 2 --use-activation-checkpoint mlp:2,cheap".split()
-    parse = build_parser("test", "x.pt").parse_args
-    assert parse(words[2:]) == parse(typed)
+    wanted = f"{kept} --batch-size 2 --use-activation-checkpoint mlp:2,cheap".split()
+    assert typed(*words[2:]) == typed(*wanted)
 
 
 def test_the_command_of_several_processes():
-    args = plan_memory.parse("--nproc-per-node 2 --fsdp --no-compress-gradients --lr=0.1".split())
-    assert plan_memory.command_line(args) == "torchrun --nproc-per-node=2 train_fsdp.py --lr 0.1"
+    words = "--nproc-per-node 2 --fsdp --no-compress-gradients --lr=0.1".split()
+    command = "torchrun --nproc-per-node=2 train_fsdp.py --lr 0.1"
+    assert plan_memory.command_line(plan_memory.parse(words)) == command
 
 
 def test_what_changes_no_plan_is_passed_on():
@@ -210,13 +209,12 @@ def test_a_gpu_that_is_not_here_and_no_card():
 )
 def test_the_flags_say_what_is_planned_for(flags, kind, precision, gib, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    asked, _ = plan_memory.parse_request(f"{SHAPE} {flags}".split())
-    budget = gib * GIB if gib else asked.card and asked.card.memory
-    assert (asked.device.type, asked.precision) == (kind, precision)
-    assert asked.memory_budget == MemoryBudget(budget, kind) and (asked.card is None) == (
-        "card" not in flags
-    )
-    assert asked.predicted_step.peak > asked.state_bytes  # ours, the optimizers of an Apple, too
+    plan = question(flags)
+    budget = gib * GIB if gib else plan.card and plan.card.memory
+    assert (plan.device.type, plan.precision) == (kind, precision)
+    assert plan.memory_budget == MemoryBudget(budget, kind)
+    assert (plan.card is None) == ("card" not in flags)
+    assert plan.peak > plan.state_bytes  # ours, the optimizers of an Apple, too
 
 
 @pytest.mark.parametrize(
@@ -231,20 +229,19 @@ def test_the_flags_say_what_is_planned_for(flags, kind, precision, gib, monkeypa
     ],
 )
 def test_the_vocabulary_is_known_without_data(flags, vocabulary):
-    asked, _ = plan_memory.parse_request(flags.split())
-    assert asked.vocab_size == asked.config.vocab_size == vocabulary
-    assert asked.config.recompute == "none"
+    plan, _ = plan_memory.make_plan(plan_memory.parse(flags.split()))
+    assert plan.vocab_size == plan.config.vocab_size == vocabulary and plan.policy == "none"
 
 
 def test_this_machine_is_measured(monkeypatch):
     mine = CARDS["H100"]
     monkeypatch.setattr("planner.cards.this_machine", lambda *what: mine)
-    asked, seconds = plan_memory.parse_request(["--card=This machine", "--device=cpu"])
-    assert asked.card is mine and asked.device.type == "cpu" and asked.memory_budget.is_free
-    assert asked.memory_budget.usable_bytes == without_margin(
-        asked.memory_budget.limit_bytes, "cpu"
+    plan, seconds = plan_memory.make_plan(
+        plan_memory.parse(["--card=This machine", "--device=cpu"])
     )
-    said = plan_memory.describe_target(asked, seconds)
+    assert plan.card is mine and plan.device.type == "cpu" and plan.memory_budget.is_free
+    assert plan.usable_bytes == without_margin(plan.memory_budget.limit_bytes, "cpu")
+    said = plan_memory.describe_target(plan, seconds)
     assert re.search(r"^card     H100: .*, measured in [\d.]+ s; times are", said, re.M)
 
 
@@ -261,16 +258,15 @@ def test_this_machine_is_measured(monkeypatch):
 )
 def test_what_a_run_takes_when_memory_runs_out(flags):
     """Each is what trainer/run.py, or a restart, takes after the one before it."""
-    answer, asked = ask(flags), question(flags)
-    name, expected, share = answer.json["takes"], [], 0.75 if asked.shard_degree > 1 else 1
-    policies = deeper_policies(asked, name)
-    while policies := policies_to_try(policies, asked.device.type, share=share):
-        (name, _), batch_size = policies[0], asked.args.batch_size
-        step = asked.planner.step(batch_size, recompute=name)
-        seconds = asked.seconds(step) if asked.card else None
-        expected.append({"policy": name, "peak_bytes": step.peak, "seconds": seconds})
+    answer = ask(flags)
+    plan, expected = question(flags).with_policy(answer.json["takes"]), []
+    share, plans = 0.75 if "--fsdp" in flags else 1, [plan, *plan.deeper()]
+    while plans := plans_to_try(plans, share=share):
+        plan, *_ = plans
+        seconds = plan.seconds if plan.card else None
+        expected.append({"policy": plan.policy, "peak_bytes": plan.peak, "seconds": seconds})
     assert answer.json["if_out_of_memory"] == expected and len(expected) >= 2
-    assert ("offload" in name) == (asked.device.type == "cuda")
+    assert ("offload" in plan.policy) == (plan.device.type == "cuda")
     (line,) = re.findall(r"^deeper   if memory runs out: (.*)$", answer.out, re.M)
     assert re.sub(r" \(.*?\)", "", line) == ", then ".join(way["policy"] for way in expected[:2])
 
@@ -325,11 +321,11 @@ def test_figures_in_words(form, value, words):
 def test_the_time_of_communication_is_that_of_its_bytes_over_the_link(flag, times, monkeypatch):
     """Less what runs beside it. On a link so slow that nothing else matters."""
     monkeypatch.setitem(LINKS, "pcie3", 1.0)
-    asked = question(f"--card H100 --nproc-per-node 2 {flag} --link pcie3")
-    step, weights = asked.predicted_step, 4 * asked.planner.n_parameters
-    exchanged = 8 * 2 * 16 * 2 * step.batch_size * 16 * (flag == "--sp")  # bfloat16
+    plan = question(f"--card H100 --nproc-per-node 2 {flag} --link pcie3")
+    weights = 4 * plan.planner.n_parameters
+    exchanged = 8 * 2 * 16 * 2 * BATCH * 16 * (flag == "--sp")  # bfloat16
     expected = (times * weights + exchanged) / 2 / 0.8
-    assert asked.communication_seconds(step) == pytest.approx(expected, rel=1e-3)
-    assert asked.seconds(step) == step.seconds(asked.card) + asked.communication_seconds(step)
+    assert plan.communication_seconds == pytest.approx(expected, rel=1e-3)
+    assert plan.seconds == plan.step.seconds(plan.card) + plan.communication_seconds
     fast = question(f"--card H100 --nproc-per-node 2 {flag}")
-    assert fast.link == "nvlink" and fast.communication_seconds(step) < 1e-3
+    assert fast.link == "nvlink" and fast.communication_seconds < 1e-3

@@ -32,9 +32,9 @@ from torch.utils._pytree import tree_leaves
 
 import train_minimal
 from data.errors import MiniGPTError
-from planner import Planner
-from trainer import setup
-from trainer.plan import make_request
+from planner import Layout, Planner
+from trainer import build
+from trainer.plan import plan_for_command, plans_to_try
 
 slow = pytest.mark.slow
 STEP = 2  # the first that has the optimizer's state
@@ -119,6 +119,15 @@ def test_the_run_says_it_and_goes_on_with_the_policy_that_it_took(flags, path, c
     assert ours["args"][policy] == theirs["args"][policy]
 
 
+@pytest.mark.usefixtures("plans_memory")
+def test_the_policies_to_take_are_planned_before_the_first_step(tmp_path, monkeypatch):
+    """When memory has run out, there may be none for a simulation."""
+    run = runs.ready(tmp_path, "--no-amp")
+    monkeypatch.setattr("trainer.plan.make_planner", raising(MemoryError()))
+    assert len(plans_to_try(run.plans)) > 1
+    run.held_lock.close()
+
+
 @pytest.mark.parametrize("way", ["none", "cheap", "selective"])
 def test_nothing_of_the_failed_attempt_stays_alive(way, tmp_path, monkeypatch):
     """Without the garbage collector's help: else the next attempt would have less room."""
@@ -132,7 +141,8 @@ def test_nothing_of_the_failed_attempt_stays_alive(way, tmp_path, monkeypatch):
         raise LookupError("no policy needs less memory")
 
     monkeypatch.setattr("trainer.run.switch_policy", bytes_left)  # (to no other)
-    run.policies = [(run.model.config.recompute, 2), ("full", 1)]
+    plan = run.plans[0]
+    run.plans = sorted([plan, plan.with_policy("full")], key=lambda plan: -plan.peak)  # (planned)
     gc.disable()
     try:
         for place in places_in(n, draw, 24):
@@ -230,7 +240,7 @@ def test_an_update_that_runs_out_half_way_is_not_done_again(path, capsys, monkey
 
 def test_of_a_changed_model_only_what_is_exact_is_taken(path, capsys, monkeypatch):
     """Here it is attn, and what would be taken first without the check is selective:1."""
-    exact, looked_at = setup.check_model, []
+    exact, looked_at = build.check_model, []
 
     def compare(model, *how: object) -> None:
         looked_at.append(model.config.recompute)
@@ -238,7 +248,7 @@ def test_of_a_changed_model_only_what_is_exact_is_taken(path, capsys, monkeypatc
             raise MiniGPTError("its result differs")
         exact(model, *how)
 
-    monkeypatch.setattr(setup, "check_model", compare)
+    monkeypatch.setattr(build, "check_model", compare)
     flags = "--no-amp", "--num-steps=4"
     with running_out(STEP, (50, False)):
         assert train_here(path, *flags) == 0
@@ -295,7 +305,7 @@ def test_a_process_that_may_have_no_more(share, fault, policy, code, path):
     """A real failure of the CPU's allocator. The planner has no more than the rest, either. It may
     have, beyond what it has before that step, a `share` of the way from what `full` needs to what
     `none` does."""
-    planner = make_request(parse(*LARGE)).planner
+    planner = plan_for_command(parse(*LARGE), Layout()).planner
     least, most = (planner.step(8, recompute=policy).peak for policy in ("full", "none"))
     weights = sum(weight.nbytes for weight in planner.model.parameters())
     room = str(int(least + share * (most - least) - weights))

@@ -31,6 +31,7 @@ from harness.runs import (
     train_here,
 )
 
+from planner import Layout
 from planner.choose import pareto_frontier, simulate_policies_fastest_first
 from trainer.device import choose_precision
 from trainer.plan import Plan
@@ -175,10 +176,10 @@ AUTO = "--use-activation-checkpoint=auto"
 @cache
 def budgets(*flags: str) -> dict[str, float]:
     """The policies that `auto` takes, each by a budget for it, in KiB."""
-    args = parse(*TINY, *SHAPE.split(), *flags)
-    precision = choose_precision(args, CPU)
-    question = Plan(args, 31, CPU, precision, ddp=True, processes=2)
-    ways = pareto_frontier(simulate_policies_fastest_first(question.planner, args.batch_size))
+    settings = parse(*TINY, *SHAPE.split(), *flags)
+    precision, layout = choose_precision(settings, CPU), Layout("ddp", world_size=2)
+    planner = Plan(settings, 31, CPU, precision, layout=layout).planner
+    ways = pareto_frontier(simulate_policies_fastest_first(planner, settings.batch_size))
     return {way.config.recompute: math.ceil(way.peak / 0.9 + 1) / 1024 for way in ways}
 
 

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 from cases.shapes import WIDE
-from harness.answers import BATCH, SHAPE, ask, parse, question, room_for
+from harness.answers import BATCH, SHAPE, ask, question, room_for
 from harness.planned import planner
-from harness.runs import start_together
+from harness.runs import parse, start_together
 from harness.sharded import CASES, LONG_CASES
 
 from memory import recompute_plan_of_config
@@ -48,7 +48,7 @@ def test_predicted_peak_is_that_of_real_processes(act, n, names, tmp_path):
             "accumulates_gradients": case.micro_batches > 1,
             "gather_in_bfloat16": case.gather == "bfloat16",
         }
-        optimizer = partial(make_optimizer, args=case.flags, sharded=True, **how)
+        optimizer = partial(make_optimizer, settings=case.settings, sharded=True, **how)
         more |= {"make_optimizer": optimizer}
         precision = "fp32" if case.dtype == torch.float32 else "bf16"
         step = planner(case.config, precision, **more).step(case.batch_size)
@@ -84,40 +84,35 @@ DEEP = "--n-layers 8 --d-model 64 --seq-len 16 --batch-size 2"  # much weight, l
 
 
 @pytest.mark.parametrize(
-    ("flag", "trainer", "way", "said"),
+    ("kind", "n", "replicas", "said"),
     [
-        ("--fsdp", "train_fsdp.py", {"shard_degree": 4}, "4 processes hold the model between them"),
-        # In whole sequences; a step has as many as with one process.
-        (
-            "--sp",
-            "train_sp.py",
-            {"processes": 2, "shard_degree": 2, "sp_degree": 2},
-            "share each sequence",
-        ),
+        ("fsdp", 4, 4, "4 processes hold the model between them"),
+        ("sp", 2, 1, "share each sequence"),  # a step has as many as with one process
     ],
 )
-def test_plan_memory_plans_shards(flag, trainer, way, said):
+def test_plan_memory_plans_shards(kind, n, replicas, said):
     answer = ask(
-        f"--vocab-size 64 --device cpu --memory-budget 1GiB {flag} --nproc-per-node "
-        f"{way['shard_degree']} --num-steps 3"
+        "--vocab-size 64 --device cpu --memory-budget 1GiB --num-steps 3 "
+        f"--{kind} --nproc-per-node {n}"
     )
     precision = getattr(torch, answer.json["precision"])
-    planner_of = [Plan(parse(SHAPE), 64, CPU, precision, **more).planner for more in (way, {})]
-    peak, alone = (plan.step(BATCH, recompute="full").peak for plan in planner_of)
+    layouts = Layout(kind, world_size=n), Layout()
+    plans = (Plan(parse(SHAPE), 64, CPU, precision, layout=layout) for layout in layouts)
+    peak, alone = (plan.planner.step(BATCH, recompute="full").peak for plan in plans)
     assert answer.peaks["full"] == peak < alone
-    assert said in answer.out
-    assert answer.json["run"]["tokens"] == 3 * BATCH * 32 * (1 if "sp_degree" in way else 4)
+    assert said in answer.out and answer.json["run"]["tokens"] == 3 * BATCH * 32 * replicas
     command = " ".join(answer.command)
-    assert command.startswith(f"torchrun --nproc-per-node={way['shard_degree']} {trainer} --")
-    assert flag not in command
+    assert command.startswith(f"torchrun --nproc-per-node={n} train_{kind}.py --")
+    assert f"--{kind}" not in command
 
 
-def test_the_way_to_shards_is_named_where_the_state_does_not_fit():
-    args = parse(f"{SHAPE} --device cpu --no-amp --use-activation-checkpoint full/2 {DEEP}")
-    ddp = Plan(args, 64, CPU, torch.float32, ddp=True, processes=4)
-    at_state = replace(ddp, memory_budget=room_for(ddp.state_bytes))
-    for asked, named in ((at_state, True), (replace(at_state, processes=1), False)):
-        assert ("(train_fsdp.py deals them out)" in asked.advice_and_change()[0]) == named
+@pytest.mark.parametrize(("processes", "named"), [(4, True), (1, False)])
+def test_the_way_to_shards_is_named_where_the_state_does_not_fit(processes, named):
+    flags = f"{SHAPE} --device cpu --no-amp --use-activation-checkpoint full/2 {DEEP}"
+    layout = Layout("ddp", world_size=processes)
+    ddp = Plan(parse(flags), 64, CPU, torch.float32, layout=layout)
+    text, _ = replace(ddp, memory_budget=room_for(ddp.state_bytes)).advice()
+    assert ("(train_fsdp.py deals them out)" in text) == named
 
 
 def test_the_update_of_shards_is_planned_as_it_runs():

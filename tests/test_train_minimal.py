@@ -113,7 +113,7 @@ def test_a_line_comes_at_least_every_half_minute(seconds, flags, logged, tmp_pat
 
 @predicted
 def test_a_prediction_that_fails_does_not_cost_the_run(path, capsys, monkeypatch):
-    monkeypatch.setattr("trainer.plan.describe_plan", raising(NotImplementedError()))
+    monkeypatch.setattr("trainer.plan.describe_peaks", raising(NotImplementedError()))
     assert train_here(path, "--num-steps=1") == 0
     assert "could not be predicted (NotImplementedError at tests/" in capsys.readouterr().out
 

@@ -326,8 +326,8 @@ class Plan:
         steps = simulate_policies_fastest_first(self.planner, self.settings.batch_size, self.card)
         for name in nested_checkpoint_policies(self.settings.n_layers) + offload:
             steps.append(self.with_policy(name).step)
-        smaller = [step for step in pareto_frontier(steps) if step.peak < self.peak]
-        return [self.with_policy(step.config.recompute) for step in smaller]
+        plans = [self.with_policy(step.config.recompute) for step in pareto_frontier(steps)]
+        return [plan for plan in plans if plan.peak < self.peak]  # each remembers its peak now
 
     def changed_to_fit(self, change: Change) -> Change | None:
         """Return `change` with the fastest policy with which it fits, without flags that have their

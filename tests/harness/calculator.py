@@ -12,7 +12,7 @@ import pytest
 from harness.runs import ROOT
 
 from memory import POLICY_NAMES
-from trainer.flags import SHAPE_BY_MODEL
+from trainer.settings import SHAPE_BY_MODEL
 
 PAGE, SCRIPT = ROOT / "docs/calculator.html", ROOT / "docs/calculator.js"
 

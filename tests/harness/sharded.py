@@ -15,7 +15,6 @@ import gc
 import json
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -46,7 +45,7 @@ from trainer.check_model import check_model, make_model_without_memory  # noqa: 
 from trainer.clocks import LiveStorages  # noqa: E402
 from trainer.optimizer import make_optimizer  # noqa: E402
 from trainer.process import OneProcess  # noqa: E402
-from trainer.settings import ROWS  # noqa: E402
+from trainer.settings import ROWS, Settings  # noqa: E402
 from trainer.torchrun import main_and_exit  # noqa: E402
 
 SETTINGS = parse(*TINY, "--n-heads=4")
@@ -281,16 +280,12 @@ def changed(sp: SPProcess, *names: str) -> str:
 # ---- memory
 
 
-def settings_of(optimizer: str, moments: str) -> Namespace:
-    return Namespace(optimizer=optimizer, moments_dtype=moments, lr=1e-3, weight_decay=0.1)
-
-
 class Case(NamedTuple):
     config: MiniGPTConfig
     batch_size: int
     dtype: torch.dtype = torch.float32
     micro_batches: int = 1
-    flags: Namespace = settings_of("adamw", "float32")  # flags of the optimizer
+    settings: Settings = SETTINGS  # of the optimizer
     seq_len: int = T
     gather: str = "float32"
 
@@ -304,8 +299,8 @@ CASES = {
     "little but weights": Case(FULL, 1),
     "dropout": Case(replace(WIDE, dropout=0.1), 8),
     "offloaded": Case(replace(FULL, recompute="full+offload"), 24),
-    "Muon": Case(WIDE, 8, flags=settings_of("muon", "float32")),
-    "bfloat16 moments": Case(WIDE, 8, flags=settings_of("adamw", "bfloat16")),
+    "Muon": Case(WIDE, 8, settings=SETTINGS.replace(optimizer="muon")),
+    "bfloat16 moments": Case(WIDE, 8, settings=SETTINGS.replace(moments_dtype="bfloat16")),
     "nested": Case(replace(WIDE, n_layers=5, recompute="full/2+nested"), 24),
     "many positions": Case(replace(CHEAP, max_position_embeddings=4096), 8),
     "rounded": Case(
@@ -366,7 +361,7 @@ def measure(process: FSDPProcess, case: Case) -> int:
 
     process.gather_dtype = case.gather
     model, batches = new_model(process, case.config), draw()
-    optimizer = make_optimizer(model, case.flags, process.device, torch.float32)
+    optimizer = make_optimizer(model, case.settings, process.device, torch.float32)
     process.wrap(model)
 
     def step() -> None:
