@@ -138,7 +138,8 @@ def test_what_is_saved_comes_back(kinds, bpe, tmp_path, monkeypatch) -> None:
             found.append(from_json(json.loads(json.dumps(to_json(tokenizer)))))
         sample = "7 42 3" if tokenizer.name == "toy" else TEXT[:9000] + HARD
         for again in found:
-            assert again.encode(sample).tolist() == tokenizer.encode(sample).tolist()
+            ids = again.encode(sample).tolist()
+            assert ids == tokenizer.encode(sample).tolist() and again.decode(ids) == sample
             assert again.fingerprint == tokenizer.fingerprint and again.name == tokenizer.name
     for tokenizer in gpt2:
         assert tokenizer.encode("Hello world").tolist() == [15496, 995]
