@@ -20,7 +20,6 @@ from functools import partial
 from itertools import chain, compress, count
 from operator import not_
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -250,9 +249,8 @@ def test_token_files_are_read_in_place(tmp_path_factory, files, ratio, limit, se
 
 def test_val_data_leaves_all_of_train_data_on_which_alone_bpe_is_trained(cache) -> None:
     """What is in both is noticed, links followed."""
-    trains, validates = "training words\n" * 50, "quibble quibble\n" * 50
-    Path("a.txt").write_text(trains)
-    Path("b.txt").write_text(validates)
+    Path("a.txt").write_text(trains := "training words\n" * 50)
+    Path("b.txt").write_text(validates := "quibble quibble\n" * 50)
     os.symlink("a.txt", "link.txt")
     lines: list[str] = []
     for val in (["link.txt", "b.txt"], ["b.txt"]):
@@ -270,8 +268,9 @@ def test_val_data_leaves_all_of_train_data_on_which_alone_bpe_is_trained(cache) 
 @pytest.mark.parametrize("vocab_size", [256, 70000])
 def test_toy_data_can_be_learned_down_to_ln_4(cache, vocab_size: int) -> None:
     """Each id has four successors, which are as frequent as each other."""
-    options = {"use_toy_data": True, "vocab_size": vocab_size, "tokenizer_name": None}
-    data = load(cache, max_tokens=60_000, **options)
+    data = load_dataset(
+        None, None, use_toy_data=True, vocab_size=vocab_size, max_tokens=60_000, cache_dir=cache
+    )
     walk = np.array(ids(data.train_token_files) + ids(data.val_token_files))
     assert len(walk) == 120_000 and walk.max() < vocab_size == data.tokenizer.vocab_size
     pairs, counts = np.unique(np.stack([walk[:-1], walk[1:]]), axis=1, return_counts=True)
@@ -406,8 +405,7 @@ def test_a_checksum_is_noted_until_something_differs(cache, monkeypatch) -> None
     numbers = count()
 
     def checksum(*settings: int, path: str = "x", **changed: int) -> int:
-        stat = SimpleNamespace(**state | changed)
-        file = SimpleNamespace(absolute=lambda: path, stat=lambda: stat)
+        file = Mock(**{"absolute.return_value": path, "stat.return_value": Mock(**state | changed)})
         return int(noted_checksum(cache, [file], lambda: f"{next(numbers)}", *settings))
 
     others = {"path": "y"}, *({field: 8} for field in state)
@@ -417,8 +415,7 @@ def test_a_checksum_is_noted_until_something_differs(cache, monkeypatch) -> None
         note.write_text(note.read_text().replace("0 ", "1 "))
     assert checksum() == 7
     monkeypatch.setattr("data.store.SETTLED_NS", HOUR)
-    for field in ("st_mtime_ns", "st_ctime_ns"):
-        young = {field: time.time_ns()}
+    for young in ({"st_mtime_ns": time.time_ns()}, {"st_ctime_ns": time.time_ns()}):
         assert checksum(**young) < checksum(**young)
 
 
@@ -450,8 +447,7 @@ def test_a_name_follows_from_content_tokenizer_and_split(cache, text, tmp_path) 
     names = {run.fingerprint, other.fingerprint, start(cache, text, vocab_size=280).fingerprint}
     edit(text, MORE)
     splits = {"val_ratio": 0.3}, {"max_tokens": 20}, {"val": [str(moved)]}, {"text_key": "x"}
-    for options in ({}, *splits):
-        names.add(go_on(run, cache, text, **options).fingerprint)
+    names |= {go_on(run, cache, text, **options).fingerprint for options in ({}, *splits)}
     assert len(names) == 8
 
 
