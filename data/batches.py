@@ -178,15 +178,16 @@ class Windows:
         self.n_windows = self.first[-1]
 
     def read_window(self, number: int) -> np.ndarray:
-        """Return the ids of a window: int64 (T + 1,). Raises the errors of TokenFile.read."""
+        """Return the ids of a window: (T + 1,). Raises the errors of TokenFile.read."""
         shard = bisect_right(self.first, number) - 1
         start = (number - self.first[shard]) * self.seq_len
-        return self.files[shard].sub_file(start, start + self.seq_len + 1).read().astype(np.int64)
+        return self.files[shard].sub_file(start, start + self.seq_len + 1).read()
 
     def read_by_number(self, numbers: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs and the labels of n windows: both int64 (n, T) on `device`. Raises the
         errors of TokenFile.read."""
-        rows = torch.from_numpy(np.stack([self.read_window(int(number)) for number in numbers]))
+        windows = [self.read_window(int(number)) for number in numbers]
+        rows = torch.from_numpy(np.array(windows, dtype=np.int64))
         on_gpu = self.device.type == "cuda"  # without pinned memory Python would wait for the copy
         rows = (rows.pin_memory() if on_gpu else rows).to(self.device, non_blocking=on_gpu)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
