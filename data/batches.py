@@ -1,5 +1,5 @@
-"""Cut ids into batches. A batch is a function of (files, seed, index) alone. So a snapshot need not
-save the position in the data.
+"""Cut ids into batches. A batch is a function of (files, seed, index) alone, so a snapshot need not
+hold a position in the data.
 
 B = batch size (sequences), T = sequence length (tokens). A window is T + 1 consecutive tokens of
 one file. Its first T tokens are the inputs, and its last T tokens are the labels. The next window
@@ -22,13 +22,12 @@ from .errors import DataError
 from .tokenizer import errors_as_data_errors
 
 # A file of llm.c begins with a header of 256 int32: magic, version, number of tokens, padding. A
-# file of nanoGPT has no header. It contains ids of GPT-2 as uint16, and these ids are below 50257.
-# The first two bytes of each magic in LLMC_FORMATS, as a uint16, are 55432 or 55713. No id is so
-# large, so a file of nanoGPT cannot begin with a magic.
+# file of nanoGPT has no header, only ids of GPT-2 (below 50257) as uint16. It cannot begin with a
+# magic, whose first uint16 is 55432 or 55713.
 LLMC_FORMATS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # magic -> (version, dtype)
 LLMC_HEADER_BYTES = 256 * 4
-# If a file without a header contains ids of 32 or 64 bits, at least every second uint16 is the high
-# half of an id. Ids are below 2**20, so a high half is below 16. The check reads so many numbers.
+# In a file of 32- or 64-bit ids without a header, at least every second uint16 is a high half, and
+# below 16, as ids are below 2**20. The check reads so many numbers.
 WIDTH_CHECK_NUMBERS = 4096
 CHUNK_TOKENS = 2**20  # number of tokens that `id_chunks` reads at a time
 # split -> (the name of the split in messages, how to make the split longer)
@@ -40,8 +39,8 @@ NAME_AND_HINT_BY_SPLIT = {
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Token file, or a part of a token file: `count` tokens of `dtype` (any integer type). The
-    first token is at byte `offset` of the file `path`. All ids are below `vocab_size`."""
+    """Token file, or a part of one: `count` ids of `dtype` (any integer type) from byte `offset`
+    on, all below `vocab_size`."""
 
     path: Path
     dtype: np.dtype
@@ -50,15 +49,14 @@ class TokenFile:
     vocab_size: int
 
     def sub_file(self, start: int, stop: int) -> "TokenFile":
-        """Return tokens [start, stop) of this part as a new TokenFile. Indices outside of
-        0 .. count are clipped. The file is not read."""
+        """Return tokens [start, stop), clipped to 0 .. count. The file is not read."""
         start, stop = max(0, start), min(self.count, stop)
         offset = self.offset + start * self.dtype.itemsize
         return replace(self, offset=offset, count=max(0, stop - start))
 
     def read(self) -> np.ndarray:
-        """Read all ids into memory: (count,) of `dtype`. Raises DataError if the file was deleted
-        or is shorter than before, or if an id is outside of the vocabulary.
+        """Read all ids: (count,) of `dtype`. Raises DataError if the file was deleted or cut off,
+        or if an id is outside of the vocabulary.
 
         Not mapped into memory: all pages of a mapped file that were read would count as resident.
         Not kept open: a thousand shards would exceed the limit of open files.
@@ -76,7 +74,7 @@ class TokenFile:
         return ids
 
     def id_chunks(self) -> Iterator[np.ndarray]:
-        """Yield all ids in chunks of at most CHUNK_TOKENS ids. Raises the errors of `read`."""
+        """Yield all ids in chunks of at most CHUNK_TOKENS. Raises the errors of `read`."""
         for first in range(0, self.count, CHUNK_TOKENS):
             yield self.sub_file(first, first + CHUNK_TOKENS).read()
 
@@ -133,8 +131,8 @@ TokenFiles = Sequence[TokenFile]
 
 
 def slice_token_files(files: TokenFiles, start: int, stop: int) -> list[TokenFile]:
-    """Return the parts of the files that contain tokens [start, stop). Tokens are counted through
-    all files, one file after the other. Empty parts are left out."""
+    """Return the parts of the files with tokens [start, stop), counted through all files, without
+    empty parts."""
     firsts = accumulate((file.count for file in files), initial=0)
     parts = [
         file.sub_file(start - first, stop - first)
@@ -166,8 +164,7 @@ def check_length(longest: int, seq_len: int, split: str) -> None:
 
 
 class Windows:
-    """Windows of several files, numbered from 0: first the windows of the first file, then those of
-    the second file, and so on."""
+    """Windows of several files, numbered from 0 through all files."""
 
     def __init__(
         self, files: TokenFiles, batch_size: int, seq_len: int, device: torch.device, split: str
@@ -181,15 +178,16 @@ class Windows:
         self.n_windows = self.first[-1]
 
     def read_window(self, number: int) -> np.ndarray:
-        """Return the ids of a window: int64 (T + 1,). Raises the errors of TokenFile.read."""
+        """Return the ids of a window: (T + 1,). Raises the errors of TokenFile.read."""
         shard = bisect_right(self.first, number) - 1
         start = (number - self.first[shard]) * self.seq_len
-        return self.files[shard].sub_file(start, start + self.seq_len + 1).read().astype(np.int64)
+        return self.files[shard].sub_file(start, start + self.seq_len + 1).read()
 
     def read_by_number(self, numbers: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs and the labels of n windows: both int64 (n, T) on `device`. Raises the
         errors of TokenFile.read."""
-        rows = torch.from_numpy(np.stack([self.read_window(int(number)) for number in numbers]))
+        windows = [self.read_window(int(number)) for number in numbers]
+        rows = torch.from_numpy(np.array(windows, dtype=np.int64))
         on_gpu = self.device.type == "cuda"  # without pinned memory Python would wait for the copy
         rows = (rows.pin_memory() if on_gpu else rows).to(self.device, non_blocking=on_gpu)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -216,8 +214,8 @@ class TrainBatches(Windows):
         return index * self.batch_size / self.n_windows
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the inputs and the labels, both (B, T), of micro-batch `index`. The index counts
-        the micro-batches of all steps and all processes."""
+        """Return the inputs and the labels, both (B, T), of micro-batch `index`, counted over all
+        steps and processes."""
         samples = range(index * self.batch_size, (index + 1) * self.batch_size)
         epochs = (divmod(sample, self.n_windows) for sample in samples)
         return self.read_by_number(
@@ -226,12 +224,8 @@ class TrainBatches(Windows):
 
 
 class ValBatches(Windows):
-    """Batches for validation: a fixed set of windows in a fixed order.
-
-    If `max_tokens` limits the number of windows, the windows are spread evenly over the split. The
-    files, `seq_len` and `max_tokens` determine the windows. The batch size only determines how many
-    windows are in a batch.
-    """
+    """Batches for validation: a fixed set of windows in a fixed order, which does not depend on the
+    batch size. If `max_tokens` limits them, they are spread evenly over the split."""
 
     def __init__(
         self,

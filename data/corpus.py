@@ -65,7 +65,7 @@ class TextCorpus:
 
     @property
     def splits_each_file(self) -> bool:
-        """True if the end of each file is for validation: see `iter_chunked_documents`."""
+        """True if the end of each file is for validation."""
         is_short = len(self.train_paths) * self.val_ratio < 1
         return is_short and not self.val_paths and ".jsonl" not in map(suffix_of, self.train_paths)
 
@@ -74,9 +74,8 @@ class TextCorpus:
         return int((number + 1) * self.val_ratio) > int(number * self.val_ratio)
 
     def iter_chunked_documents(self, split: str) -> Iterator[Iterator[str]]:
-        """Return the documents of a split, "train" or "val". Each document is an iterator over
-        chunks of text. See "Which part is for validation" in data/README.md for the rule of the
-        split."""
+        """Return the documents of a split, "train" or "val", each as an iterator over chunks of
+        text. The rule: "Which part is for validation" in data/README.md."""
         if self.splits_each_file:
             return (
                 iter_text_chunks(path, *_range_of_split(path, split, self.val_ratio))
@@ -92,11 +91,10 @@ class TextCorpus:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """Name and size of the text, which are a part of meta.json. Reads all text, to find errors
-        before a bpe is trained. Raises DataError for an error in the text, and if a split is
-        certainly too short."""
-        # The largest number of tokens that each document can have. A token has at least one byte,
-        # except <|endoftext|>, which is before the document.
+        """Name and size of the text, for meta.json. Reads all text, to find errors before a bpe is
+        trained. Raises DataError for an error in the text, and if a split is certainly too short.
+        """
+        # The most tokens of each document: <|endoftext|> and one for each byte.
         largest = {
             split: np.fromiter(
                 (
@@ -115,15 +113,15 @@ class TextCorpus:
 
     @cached_property
     def content_hashes(self) -> list[str]:
-        """List of two SHA-256 (hex): of the training files, and of the validation files."""
+        """Two SHA-256 (hex): of the training files, and of the validation files."""
         return [
             noted_checksum(self.cache_dir, paths, partial(hash_files, paths))
             for paths in (self.train_paths, self.val_paths)
         ]
 
     def folder(self, tokenizer: str) -> Path:
-        """Return the cache folder for this text and a tokenizer. `tokenizer`: the tokenizer's
-        fingerprint, or the settings of a bpe that is trained on the text."""
+        """Return the cache folder for this text and a tokenizer. `tokenizer`: its fingerprint, or
+        the settings of a bpe that is trained on the text."""
         split = "given" if self.val_paths else self.val_ratio
         # (The usual key is left out: so runs and caches of older versions have the same names.)
         text_key = () if self.text_key == "text" else (self.text_key,)
@@ -132,10 +130,9 @@ class TextCorpus:
         )
 
     def load(self, tokenizer: Tokenizer | None) -> Dataset:
-        """Load the ids from the cache. If the cache does not have them, encode the text first.
+        """Load the ids from the cache; encode the text first if it does not have them.
 
-        `tokenizer` None: use a bpe that is trained on the text. The bpe has its own cache folder.
-        If the cache does not have this folder, train the bpe first.
+        `tokenizer` None: a bpe that is trained on the text, and has a cache folder of its own.
         """
         bpe_folder = self.folder(f"bpe {self.vocab_size} {BPE_TRAINING_CHARS}")
         if tokenizer is None:
@@ -148,16 +145,14 @@ class TextCorpus:
         size = meta["bytes"]
         amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
         source = f"{self.label}: {documents}, {amount}"
-        # A resumed run keeps the bpe of its snapshot, even if a new run would train another bpe.
-        # For the same text both runs must get the same fingerprint. So with a bpe, the fingerprint
-        # does not depend on the ranks. It depends on the text, the split, the limit of tokens and
-        # the size of the bpe.
+        # A resumed run keeps the bpe of its snapshot, even if a new run would train another. Both
+        # must get the same fingerprint for the same text. So with a bpe it depends on the text, the
+        # split, the limit of tokens and the size of the bpe, but not on the ranks.
         identity = bpe_folder if tokenizer.name == "bpe" else folder
         return Dataset.from_cache(folder, meta, tokenizer, source, fingerprint=identity.name)
 
     def build_bpe(self, folder: Path) -> dict[str, Any]:
-        """Train a bpe on the training split and write it to `folder`; return what meta.json says
-        of it."""
+        """Train a bpe on the training split and write it to `folder`. Return its meta.json."""
         self.say(
             f"training a BPE of {self.vocab_size} ids on the training text (its first 10 MB at "
             "most)"
@@ -168,7 +163,7 @@ class TextCorpus:
         return {"tokenizer": "bpe", "vocab_size": len(ranks) + 1}  # + 1: <|endoftext|>
 
     def build_cache_folder(self, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-        """Write the tokenizer and the ids to `folder`; return what meta.json says of them."""
+        """Write the tokenizer and the ids to `folder`. Return their meta.json."""
         self.say(f"encoding {self.label}, once: the ids will be in {self.cache_dir}")
         (folder / RANKS).write_text(format_ranks(tokenizer.ranks))
         with tqdm(
@@ -337,9 +332,8 @@ def _dataset_of_token_files(
 ) -> Dataset:
     """Return the Dataset of token files, which are read in place.
 
-    Validation uses the files `val`. If `val` is empty, it uses the files in `train` with "val" in
-    their names. If all names or no names have "val", it uses the last `val_ratio` of all tokens.
-    `say` prints a line if files are shorter than a window.
+    For validation: the files `val`; else the files in `train` with "val" in their names; else (all
+    or none have it) the last `val_ratio` of all tokens.
     """
     source = describe_paths([path.name for path in train])
     # nanoGPT's files are called train.bin and val.bin. llm.c's files are called, for example,

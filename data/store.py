@@ -1,7 +1,7 @@
-"""Define Dataset, the data of a training run, and the token cache that stores its ids on disk.
+"""Dataset, the data of a training run, and the token cache that keeps its ids on disk.
 
-If several processes need the same cache folder, one process builds it and the others wait. No
-process ever reads an incomplete folder.
+Of several processes that need a cache folder, one builds it and the others wait. None ever reads an
+incomplete folder.
 """
 
 import errno
@@ -41,9 +41,8 @@ Say = Callable[[str], None]
 class Dataset:
     """Token ids for training and validation, and their tokenizer.
 
-    `fingerprint` (hex): two datasets have equal fingerprints if their text, their split and their
-    tokenizers are equal. Two tokenizers `bpe` count as equal if they have the same size and the
-    same training text.
+    `fingerprint` (hex): equal for equal text, split and tokenizer. Two tokenizers `bpe` count as
+    equal if they have the same size and the same training text.
     """
 
     train_token_files: tuple[TokenFile, ...]
@@ -56,7 +55,7 @@ class Dataset:
     def from_cache(
         cls, folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, about: str, fingerprint: str
     ) -> "Dataset":
-        """Return the Dataset of a cache folder. `meta`: content of the folder's meta.json."""
+        """`meta`: content of the folder's meta.json."""
         dtype = np.dtype(meta["dtype"])
         train, val = (
             (TokenFile(path, dtype, 0, meta[f"{path.stem}_tokens"], tokenizer.vocab_size),)
@@ -66,7 +65,7 @@ class Dataset:
 
     @property
     def description(self) -> str:
-        """Line of text with the source, the numbers of tokens and the tokenizer."""
+        """Source, numbers of tokens and tokenizer, in one line."""
         train, val = (
             sum(file.count for file in files)
             for files in (self.train_token_files, self.val_token_files)
@@ -77,8 +76,8 @@ class Dataset:
 
 @contextmanager
 def os_errors_as_data_errors(cache_dir: Path) -> Iterator[None]:
-    """Convert an OSError to a DataError, with exit code 3 if the disk is full. If the OSError
-    names no file, it comes from a write, so the message names `cache_dir`."""
+    """Convert an OSError to a DataError, with exit code 3 if the disk is full. The error of a write
+    names no file, so its message names `cache_dir`."""
     try:
         yield
     except FileExistsError:
@@ -115,8 +114,7 @@ def write_split_ids(
     parts: Mapping[str, Iterable[np.ndarray]],
     max_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Write the ids of each split to a file in `folder`, train.bin or val.bin. Return the part of
-    meta.json that describes the files.
+    """Write train.bin and val.bin to `folder`. Return what meta.json says of them.
 
     `parts`: split ("train" or "val") -> arrays of ids. `max_tokens`: limit for the ids of each
     split; None: no limit. Raises DataError if a split has fewer than seq_len + 1 ids.
@@ -139,17 +137,14 @@ def load_or_build_folder(
     build: Callable[[Path], dict[str, Any]],
     say: Say,
 ) -> dict[str, Any]:
-    """Return the content of meta.json in the cache folder `folder`. If the folder is missing or
-    damaged, build it first.
+    """Return the meta.json of a cache folder, which is built if it is missing or damaged.
 
-    `check()` raises an error if the folder cannot be built. It is called before this function waits
-    for a lock, and returns a part of meta.json. `build(new)` writes the files to the temporary
-    folder `new`, and returns the other part.
+    `check()` returns a part of meta.json, and raises an error if the folder cannot be built; it is
+    called before a lock is waited for. `build(new)` writes the files to the temporary folder `new`,
+    and returns the other part.
 
-    If several processes need the folder, only one process calls `build`. One rename makes all files
-    visible, so no process ever reads an incomplete folder. A process that is killed during `build`
-    leaves only a temporary folder. The next process that builds the same folder first deletes this
-    temporary folder.
+    Only one of several processes calls `build`, and one rename makes all files visible. A process
+    that is killed during `build` leaves only a temporary folder, which the next builder deletes.
     """
     if meta := read_meta(folder):
         return meta
@@ -176,12 +171,10 @@ def load_or_build_folder(
 
 @contextmanager
 def locked(folder: Path, say: Say) -> Iterator[None]:
-    """Lock a cache folder, so that only one process builds it at a time. Delete the temporary
-    folders of processes that were killed while they built it.
+    """Lock a cache folder for its builder, and delete the temporary folders of killed builders.
 
-    The kernel releases the lock when the process that holds the lock dies. (Windows has no flock,
-    and some network disks have none. There several processes may build at the same time, and the
-    first rename counts.)
+    The kernel releases the lock of a process that dies. (Windows and some network disks have no
+    flock: there several processes may build at once, and the first rename counts.)
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     # (The mode is "a+", because "w" would block if the file is a pipe.)
@@ -203,13 +196,9 @@ def locked(folder: Path, say: Say) -> Iterator[None]:
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a cache folder's meta.json, or None if a file of the folder has changed
-    since it was written.
-
-    The function reads all files of the folder, which takes about a second per GB.
-    """
-    # A damaged meta.json may contain anything, and may raise any of these errors. It may even be a
-    # pipe, from which reading would block. So check is_file first.
+    """Return a cache folder's meta.json, or None if a file of the folder has changed since it was
+    written. Reads all files of the folder: about a second per GB."""
+    # A damaged meta.json may raise any of these errors, and may be a pipe, which would block.
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         if (folder / META).is_file():
             meta = json.loads((folder / META).read_bytes())
@@ -219,8 +208,7 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 
 def hash_folder(folder: Path, meta: dict[str, Any]) -> str:
-    """Return a hash (hex) of a cache folder: of `meta` without `sha256`, and of the other files.
-    `meta`: content of meta.json."""
+    """Return a hash (hex) of a cache folder: of `meta` without `sha256`, and of the other files."""
     files = (folder / name for name in ("tokenizer.tiktoken", "train.bin", "val.bin"))
     content = hash_files([file for file in files if file.is_file()])
     return cache_key({name: meta[name] for name in meta if name != "sha256"}, content)
@@ -229,13 +217,13 @@ def hash_folder(folder: Path, meta: dict[str, Any]) -> str:
 def noted_checksum(
     cache_dir: Path, paths: Sequence[Path], compute: Callable[[], str], *settings: object
 ) -> str:
-    """Return `compute()`, a checksum (hex) of the files `paths`, and note it in `cache_dir`: the
-    next start reads the note, and the files again only if path, size, mtime, ctime or inode of one
-    has changed. `settings`: what else the checksum depends on.
+    """Return `compute()`, a checksum (hex) of the files `paths`, and note it in `cache_dir`. The
+    next start takes the note, unless path, size, mtime, ctime (ns) or inode of a file has changed.
+    `settings`: what else the checksum depends on.
 
-    Not found are other bytes behind the same size, times and inode: a failing disk; a program that
-    sets mtime back, where the file system has no ctime (FAT, Windows); a clock that is set back to
-    the nanosecond; times that a network disk has not refreshed yet.
+    Not found: other bytes behind equal size, times and inode. That takes a failing disk; a clock
+    that was set back; a program that sets mtime back, where the file system keeps no ctime (FAT,
+    Windows); or times that a network disk or a mapped file has not refreshed yet.
     """
     now, stats = time.time_ns(), [path.stat() for path in paths]
     state = [
@@ -248,8 +236,7 @@ def noted_checksum(
         if proof == cache_key(note.name, checksum):
             return checksum
     checksum = compute()
-    newest = max((max(stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats), default=now)
-    if newest < now - SETTLED_NS:
+    if all(max(stat.st_mtime_ns, stat.st_ctime_ns) < now - SETTLED_NS for stat in stats):
         with suppress(OSError):  # without a note, all is read again
             cache_dir.mkdir(parents=True, exist_ok=True)
             note.write_text(f"{checksum} {cache_key(note.name, checksum)}")
@@ -257,8 +244,8 @@ def noted_checksum(
 
 
 def hash_files(paths: Sequence[Path]) -> str:
-    """Return the SHA-256 (hex) of the contents of the files. Names and folders do not change the
-    hash, with one exception: the suffix .jsonl does, because a .jsonl file is read differently."""
+    """Return the SHA-256 (hex) of the contents of the files. Of their names only the suffix .jsonl
+    counts, because such a file is read differently."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{suffix_of(path) == '.jsonl'} {path.stat().st_size} ".encode())
@@ -269,6 +256,5 @@ def hash_files(paths: Sequence[Path]) -> str:
 
 
 def cache_key(*parts: object) -> str:
-    """Return the name of a cache folder: a hash (32 hex digits) of `parts` and CACHE_VERSION.
-    `parts`: everything that determines the content of the folder."""
+    """Return the name of a cache folder (32 hex digits): a hash of all that decides its content."""
     return hashlib.sha256(json.dumps([CACHE_VERSION, *parts]).encode()).hexdigest()[:32]

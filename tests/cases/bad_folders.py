@@ -28,17 +28,13 @@ def folder(*says: str, tensors: dict[str, np.ndarray] | None = None, **files: An
 
 def config(*says: str, **changes: Any) -> Case:
     """A folder whose config.json has these values; "gone": not there."""
-    changed = {name: value for name, value in (CONFIG | changes).items() if value != "gone"}
-    return folder(*says, config=changed)
+    values = (CONFIG | changes).items()
+    return folder(*says, config={name: value for name, value in values if value != "gone"})
 
 
-def tensor(name: str, array: np.ndarray, *says: str) -> Case:
-    return folder("gpt2", *says, tensors={name: array})
-
-
-def tokenizer(*says: str, **changes: Any) -> Case:
-    model = TOKENIZER["model"] | changes.pop("model", {})
-    return folder("tokenizer.json", *says, tokenizer=TOKENIZER | changes | {"model": model})
+def tokenizer(*says: str, model: dict[str, Any] | None = None, **changes: Any) -> Case:
+    changes["model"] = TOKENIZER["model"] | (model or {})
+    return folder("tokenizer.json", *says, tokenizer=TOKENIZER | changes)
 
 
 def merges(pairs: list, vocab: dict[str, int], *says: str) -> Case:
@@ -65,7 +61,9 @@ FOLDERS = {
     "config is a list": folder("config.json is no configuration of a model", config=[1]),
     "another model": config("model_type is 'bert'; MiniGPT is GPT-2", model_type="bert"),
     "no model type": config("model_type is None", model_type="gone"),
-    "another class": tensor("score.weight", np.zeros(2, np.float32), "as score.weight, .* nothing"),
+    "another class": folder(
+        "gpt2", "as score.weight, .* nothing", tensors={"score.weight": np.zeros(2, np.float32)}
+    ),
     "heads": config(r"config.json: .*divisible", n_head=3),
     "a size that is a word": config("config.json: n_layers is 'two'", n_layer="two"),
     "a huge size": config("config.json: max_position_embeddings must be", n_positions=10**30),
@@ -80,11 +78,17 @@ FOLDERS = {
     "header cut in the middle": folder(
         "is no .safetensors file, or is damaged", model=save(GOOD)[:100]
     ),
-    "whole numbers": tensor("ln_f.bias", np.zeros(16, np.int32), "torch.int32 .* says floats"),
-    "NaN": tensor(
-        "h.1.ln_1.bias", np.full(16, np.nan, np.float32), "NaN or infinite .*blocks.1.ln_1.bias"
+    "whole numbers": folder(
+        "gpt2", "torch.int32 .* says floats", tensors={"ln_f.bias": np.zeros(16, np.int32)}
     ),
-    "another head": tensor("lm_head.weight", GOOD["wte.weight"] + 1, "lm_head is not wte"),
+    "NaN": folder(
+        "gpt2",
+        "NaN or infinite .*blocks.1.ln_1.bias",
+        tensors={"h.1.ln_1.bias": np.full(16, np.nan, np.float32)},
+    ),
+    "another head": folder(
+        "gpt2", "lm_head is not wte", tensors={"lm_head.weight": GOOD["wte.weight"] + 1}
+    ),
     "tokenizer is no JSON": folder("tokenizer.json is no tokenizer of trans", tokenizer=b"{"),
     "no tokenizer": folder("holds no tokenizer.json, .*257 ids", tokenizer=None),
     "word pieces": tokenizer(NO_BPE, model={"type": "WordPiece"}),
