@@ -27,7 +27,7 @@ from data.errors import MiniGPTError
 from memory import POLICY_NAMES
 from model import MiniGPT, MiniGPTConfig
 from scripts import evaluate, export_hf, generate, plan_memory
-from trainer.check_model import check_model
+from trainer.check_model import check_model, small_model_and_batch
 from trainer.plan import make_request, predict_and_describe_peaks
 from trainer.process import OneProcess
 
@@ -63,12 +63,7 @@ SHAPE = MiniGPTConfig(61, 16, n_layers=3, n_heads=2, d_model=16, d_ff=64, dropou
 
 def make(name: str, config: MiniGPTConfig) -> MiniGPT:
     """A model with random weights, of which none is 0 or 1."""
-    torch.manual_seed(0)
-    model = changed_techniques(name).MemorySavingGPT(config).train()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.1 * torch.randn_like(weight))
-    return model
+    return small_model_and_batch(changed_techniques(name).MemorySavingGPT, config)[0]
 
 
 @pytest.fixture
