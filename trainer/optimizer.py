@@ -68,8 +68,9 @@ def make_optimizer(
     groups: Groups = [
         {"params": others, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
-        *([{"params": matrices, "weight_decay": args.weight_decay, "rule": "muon"}] * muon),
     ]
+    if muon:
+        groups.append({"params": matrices, "weight_decay": args.weight_decay, "rule": "muon"})
     sharded = sharded or any(map(is_sharded, model.parameters()))
     if not (muon or sharded or moments != torch.float32):
         return torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, eps=EPS, fused=True)
