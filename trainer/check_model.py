@@ -330,8 +330,11 @@ def shared_step(config: MiniGPTConfig) -> TensorByName:
         def all_to_all(x: Tensor, send_sizes: list[int], _: list[int]) -> Tensor:
             return torch.cat(exchange(rank, x.split(send_sizes)))
 
+        def all_reduce(x: Tensor) -> Tensor:
+            return torch.stack(exchange(rank, [x] * N_RANKS)).sum(0)
+
         shard = SequenceShard(rank, N_RANKS, config.n_heads, all_to_all)
-        return SequenceParallelGPT(config, shard, lambda x: sum(exchange(rank, [x] * N_RANKS)))
+        return SequenceParallelGPT(config, shard, all_reduce)
 
     # (Not in the threads, because they share the seed.)
     ranks = [small_model_and_batch(partial(make, rank), config) for rank in range(N_RANKS)]
