@@ -27,7 +27,7 @@ from data.errors import MiniGPTError
 from memory import POLICY_NAMES
 from model import MiniGPT, MiniGPTConfig
 from scripts import evaluate, export_hf, generate, plan_memory
-from trainer.check_model import check_model
+from trainer.check_model import check_model, small_model_and_batch
 from trainer.plan import make_request, predict_and_describe_peaks
 from trainer.process import OneProcess
 
@@ -63,56 +63,40 @@ SHAPE = MiniGPTConfig(61, 16, n_layers=3, n_heads=2, d_model=16, d_ff=64, dropou
 
 def make(name: str, config: MiniGPTConfig) -> MiniGPT:
     """A model with random weights, of which none is 0 or 1."""
-    torch.manual_seed(0)
-    model = changed_techniques(name).MemorySavingGPT(config).train()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.1 * torch.randn_like(weight))
-    return model
+    return small_model_and_batch(changed_techniques(name).MemorySavingGPT, config)[0]
 
 
-@pytest.fixture
-def compare(everything_travels, change, monkeypatch):
-    """Compares all WAYS with none; returns those that the check at the start refuses.
+BLOCKS = [(name, dropout, "fp32") for name in [*FOLLOWED, *REFUSED] for dropout in (0.0, 0.1)]
+BLOCKS += [pytest.param(name, 0.1, "bf16", marks=slow) for name in FOLLOWED]
 
-    Losses and gradients are equal to the bit. (But the MLP's, in chunks: they round otherwise.)
-    """
+
+@pytest.mark.usefixtures("everything_travels")
+@pytest.mark.parametrize(("name", "dropout", "precision"), BLOCKS)
+def test_every_policy_follows_a_changed_model_or_is_refused(
+    name, dropout, precision, change, monkeypatch
+):
+    """And what is not refused trains no other model: losses and gradients are equal to the bit.
+    (But the MLP's, in chunks: they round otherwise.)"""
     monkeypatch.setattr("memory.policies.CHUNK_MULTIPLE", 8)
-
-    def compare(name: str, dropout: float, precision: str) -> set[str]:
-        change(name)
-        none, refused = replace(SHAPE, dropout=dropout), set()
-        expected = step(make(name, none), precision)
-        for way in WAYS if precision == "fp32" else WAYS[: -len(IN_CHUNKS)]:
-            model = make(name, replace(none, **way))
-            try:
-                check_model(model, ONE, PRECISIONS[precision])
-            except MiniGPTError as error:
-                assert len(str(error).splitlines()) == 1
-                refused.add(way["recompute"] + ":chunks" * ("mlp_chunks" in way))
-                continue
-            found = step(model, precision)
-            assert same(found[:2], expected[:2]), way  # the losses
-            assert "mlp_chunks" in way or same(found, expected), way
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-        return refused
-
-    return compare
-
-
-@pytest.mark.parametrize(
-    ("dropout", "precision"), [(0.0, "fp32"), (0.1, "fp32"), pytest.param(0.1, "bf16", marks=slow)]
-)
-@pytest.mark.parametrize("name", FOLLOWED)
-def test_every_policy_follows_a_changed_block(name, dropout, precision, compare):
-    assert not compare(name, dropout, precision)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_policy_cannot_follow_is_refused(name, dropout, compare):
-    """And what is not refused trains no other model."""
-    assert compare(name, dropout, "fp32") >= {*REFUSED[name][dropout > 0].split()}
+    change(name)
+    none, refused = replace(SHAPE, dropout=dropout), set()
+    expected = step(make(name, none), precision)
+    for way in WAYS if precision == "fp32" else WAYS[: -len(IN_CHUNKS)]:
+        model = make(name, replace(none, **way))
+        try:
+            check_model(model, ONE, PRECISIONS[precision])
+        except MiniGPTError as error:
+            assert len(str(error).splitlines()) == 1
+            refused.add(way["recompute"] + ":chunks" * ("mlp_chunks" in way))
+            continue
+        found = step(model, precision)
+        assert same(found[:2], expected[:2]), way  # the losses
+        assert "mlp_chunks" in way or same(found, expected), way
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    if name in REFUSED:
+        assert refused >= {*REFUSED[name][dropout > 0].split()}
+    else:
+        assert not refused
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)

@@ -1,6 +1,7 @@
 """The planner is right: about real steps, about formulas, and about what fits."""
 
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +31,7 @@ FULL = {"recompute": "full"}
 LONG = replace(CONFIG, max_position_embeddings=321, vocab_size=61, d_ff=512)
 
 
-STEPS = [  # (the model, sequences, precision, micro-batches)
+BATCHES = [  # (the model, sequences, precision, micro-batches)
     *((replace(CONFIG, **memory), 16, "fp32", 1) for memory in [*MEMORY, *MIXES]),
     *((replace(CONFIG, **memory), 16, "bf16", 1) for memory in (MIXES[0], MIXES[4])),
     *((replace(WIDE, recompute=way), 4, "bf16", 1) for way in ("none", "mlp", "sdpa")),
@@ -43,22 +44,35 @@ STEPS = [  # (the model, sequences, precision, micro-batches)
     (replace(LONG, recompute="full+offload", mlp_chunks=3), 2, "fp32", 1),
 ]
 FULL_WIDE = replace(WIDE, recompute="full")
-OPTIMIZERS = [  # (... precision, mode, elements that the optimizer copies at a time)
-    *((FULL_WIDE, 1, "fp32", mode, 2**22) for mode in MODES[:2]),
-    (FULL_WIDE, 16, "bf16", MODES[1], 2**22),
-    (FULL_WIDE, 16, "fp32", MODES[2], 2**12),  # a matrix or less
-    (FULL_WIDE, 1, "bf16", MODES[0], 2**12),
+STEPS = [  # (... micro-batches, mode, elements that the optimizer copies at a time)
+    *((*batch, ("adamw", "float32"), 2**22) for batch in BATCHES),
+    *((FULL_WIDE, 1, "fp32", 1, mode, 2**22) for mode in MODES[:2]),
+    (FULL_WIDE, 16, "bf16", 1, MODES[1], 2**22),
+    (FULL_WIDE, 16, "fp32", 1, MODES[2], 2**12),  # a matrix or less
+    (FULL_WIDE, 1, "bf16", 1, MODES[0], 2**12),
     # Of few tokens the gradients' norm is the peak, or what Muon makes of odd matrices.
-    (MiniGPTConfig(1024, 16, 4, 1, 128, 512, 0.0), 1, "fp32", ("adamw", "float32"), 2**22),
-    (MiniGPTConfig(1024, 31, 4, 1, 31, 124, 0.0), 1, "fp32", MODES[1], 2**22),
+    (MiniGPTConfig(1024, 16, 4, 1, 128, 512, 0.0), 1, "fp32", 1, ("adamw", "float32"), 2**22),
+    (MiniGPTConfig(1024, 31, 4, 1, 31, 124, 0.0), 1, "fp32", 1, MODES[1], 2**22),
 ]
 
 
-@pytest.mark.parametrize(("config", "batch_size", "precision", "accumulate"), STEPS, ids=str)
-def test_predicted_peak_is_that_of_a_real_step(config, batch_size, precision, accumulate):
-    seq_len = config.max_position_embeddings
-    measured = measured_peak(config, batch_size, precision, accumulate, seq_len=seq_len)
-    plan = planner(config, precision, accumulates_gradients=accumulate > 1, seq_len=seq_len)
+@cache
+def maker(mode: tuple[str, str], precision: str = "fp32"):
+    """Makes the optimizer that the trainers make."""
+    args = parse(f"--optimizer={mode[0]} --moments-dtype={mode[1]}")
+    return lambda model: make_optimizer(model, args, CPU, PRECISIONS[precision])
+
+
+@pytest.mark.parametrize(
+    ("config", "batch_size", "precision", "accumulate", "mode", "at_a_time"), STEPS, ids=str
+)
+def test_predicted_peak_is_that_of_a_real_step(
+    config, batch_size, precision, accumulate, mode, at_a_time, monkeypatch
+):
+    monkeypatch.setattr("trainer.optimizer.UPDATE_CHUNK_ELEMENTS", at_a_time)
+    how = {"make_optimizer": maker(mode, precision), "seq_len": config.max_position_embeddings}
+    measured = measured_peak(config, batch_size, precision, accumulate, **how)
+    plan = planner(config, precision, accumulates_gradients=accumulate > 1, **how)
     assert plan.step(batch_size).peak == pytest.approx(measured, rel=0.003)
 
 
@@ -68,23 +82,6 @@ def test_ids_and_labels_count_to_the_byte(batch_size):
     for config in (CONFIG, replace(CONFIG, **FULL)):
         more = planner(config).step(batch_size).peak - measured_peak(config, batch_size)
         assert more in (0, 4)
-
-
-def maker(mode: tuple[str, str], precision: str = "fp32"):
-    """Makes the optimizer that the trainers make."""
-    args = parse(f"--optimizer={mode[0]} --moments-dtype={mode[1]}")
-    return lambda model: make_optimizer(model, args, CPU, PRECISIONS[precision])
-
-
-@pytest.mark.parametrize(("config", "batch_size", "precision", "mode", "at_a_time"), OPTIMIZERS)
-def test_an_optimizers_peak_is_that_of_a_real_step(
-    config, batch_size, precision, mode, at_a_time, monkeypatch
-):
-    monkeypatch.setattr("trainer.optimizer.UPDATE_CHUNK_ELEMENTS", at_a_time)
-    how = {"make_optimizer": maker(mode, precision), "seq_len": config.max_position_embeddings}
-    measured = measured_peak(config, batch_size, precision, **how)
-    step = planner(config, precision, **how).step(batch_size)
-    assert step.peak == pytest.approx(measured, rel=0.003)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -228,15 +225,11 @@ def test_flops_equal_those_that_torch_counts(memory, dropout):
         model(ids, ids).backward()
     needed, replayed = (2 * T * flops for flops in flops_per_token(config, T))
     attention = 2 * T * 2 * T * config.d_model  # of one block: needed thrice, replayed once
-    policies, calls = (
-        recompute_plan_of_config(config).policies,
-        recompute_plan_of_config(config).group_policies_and_sizes,
-    )
-    again = sum(
-        "attention" in POLICIES[policy].recomputed_matmul_names.split() for policy in policies
-    )
-    again += sum(size - 1 for _, size in calls if recompute_plan_of_config(config).nested)
-    expected = needed + replayed - attention * (3 * config.n_layers + again)
+    how = recompute_plan_of_config(config)
+    again = [p for p in how.policies if "attention" in POLICIES[p].recomputed_matmul_names.split()]
+    nested = sum(size - 1 for _, size in how.group_policies_and_sizes if how.nested)
+    attentions = 3 * config.n_layers + len(again) + nested
+    expected = needed + replayed - attention * attentions
     # Nor a product that adds in place to what is there: the head's weight gradient.
     expected -= 2 * 2 * T * config.vocab_size * config.d_model
     # (A CPU's fused attention is counted since torch 2.15, in full square.)
@@ -244,7 +237,7 @@ def test_flops_equal_those_that_torch_counts(memory, dropout):
     found = {str(op): n for op, n in flops if "flash_attention_for_cpu" not in str(op)}
     # With dropout a CPU does not fuse it. It is counted in full square; and of several operators
     # no policy keeps the result of all.
-    square = 2 * attention * (3 * config.n_layers + again + policies.count("sdpa"))
+    square = 2 * attention * (attentions + how.policies.count("sdpa"))
     assert found.pop("aten.bmm", 0) == square * (dropout > 0)
     assert sum(found.values()) == expected
     if not dropout:  # (attention's backward computes the scores again)

@@ -24,29 +24,27 @@ from torch.utils._pytree import tree_leaves
 from memory import PinnedPool, offload
 from memory.offload import Offload, OffloadedStorages, unpack
 
-Clock = dict[str, int]  # how much of each stream is done
+Clock = Counter[str]  # how much of each stream is done
 
 
 class Stream:
     """Does one thing after the other; `done` before the next one."""
 
     def __init__(self, name: str):
-        self.name = name
-        self.done: Clock = {name: 0}
+        self.name, self.done = name, Clock()
 
-    def work(self) -> Clock:
+    def work(self) -> int:
         self.done[self.name] += 1
-        return dict(self.done)
+        return self.done[self.name]
 
     def wait_event(self, event: Clock) -> None:
-        for name, then in event.items():
-            self.done[name] = max(self.done.get(name, 0), then)
+        self.done |= event  # of each stream the later
 
     def wait_stream(self, other: "Stream") -> None:
-        self.wait_event(other.record_event())
+        self.done |= other.done
 
     def record_event(self) -> Clock:
-        return dict(self.done)
+        return self.done.copy()
 
 
 class Memory:
@@ -107,9 +105,9 @@ class Gpu(TorchDispatchMode):
 
     def touch(self, memory: Memory, what: str, before: list, note: list) -> None:
         for stream, then in before:
-            if self.now.done.get(stream.name, 0) < then:
+            if self.now.done[stream.name] < then:
                 self.races.append(f"{what}, on {self.now.name}: too early for {stream.name}")
-        note.append((self.now, self.now.work()[self.now.name]))
+        note.append((self.now, self.now.work()))
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -248,37 +249,38 @@ def test_no_process_takes_back_what_one_above_it_has_changed(kind, depth):
         assert len(values) == len({*values}), name
 
 
-def of_two(monkeypatch, rank: int = 1, port: int = 4242) -> DDPProcess:
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
-    for name, value in (environment | {"MASTER_ADDR": "localhost"}).items():
-        monkeypatch.setenv(name, str(value))
-    return DDPProcess(parse("--device=cpu"))
+@pytest.fixture
+def one_of_two(monkeypatch):
+    """This process is what torchrun starts as the second of two."""
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    for name, value in (ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": "4242"}).items():
+        monkeypatch.setenv(name, value)
 
 
+@pytest.mark.usefixtures("one_of_two")
 def test_nccl_keeps_the_order_of_calls_of_two_groups(monkeypatch):
     """From before the first one on."""
-    name, seen = "NCCL_LAUNCH_ORDER_IMPLICIT", []
-    monkeypatch.setenv(name, "0")
-    monkeypatch.delenv(name)
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append(os.environ[name]))
-    of_two(monkeypatch)
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "")
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+    seen = Mock(side_effect=lambda *_, **__: os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"])
+    monkeypatch.setattr(dist, "init_process_group", seen)
     SPProcess(parse("--device=cpu")).init_process_group()
-    assert seen == ["1"]
+    assert seen.called and os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
 
 
-def test_gpus_meet_by_nccl_where_there_is_one(monkeypatch):
+@pytest.mark.usefixtures("one_of_two")
+@pytest.mark.parametrize(("device", "nccl"), [(CPU, True), (GPU, True), (GPU, False)], ids=str)
+def test_gpus_meet_by_nccl_where_there_is_one(device, nccl, monkeypatch):
     """Each process connects its own. On Windows gloo averages gradients, but deals out no model."""
-    asked: list[dict] = []
-    monkeypatch.setattr(dist, "new_group", lambda **how: asked.append(how))
-    process = of_two(monkeypatch)
-    monkeypatch.setattr(TorchrunProcess, "local_device", lambda *_: GPU)
-    for device, nccl in ((CPU, True), (GPU, True), (GPU, False)):
-        monkeypatch.setattr(dist, "is_nccl_available", lambda nccl=nccl: nccl)
-        process.device = device
-        assert process.new_nccl_group() is None
-    assert asked == [{"backend": "nccl", "timeout": process.timeout, "device_id": GPU}]
-    with pytest.raises(MiniGPTError, match="needs NCCL on GPUs.*: train_ddp.py"):
-        FSDPProcess(parse())
+    monkeypatch.setattr(dist, "new_group", lambda **how: how)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+    monkeypatch.setattr(TorchrunProcess, "local_device", lambda *_: device)
+    process = DDPProcess(parse())
+    group = {"backend": "nccl", "timeout": process.timeout, "device_id": GPU}
+    assert process.new_nccl_group() == (group if device == GPU and nccl else None)
+    if device == GPU and not nccl:
+        with pytest.raises(MiniGPTError, match="needs NCCL on GPUs.*: train_ddp.py"):
+            FSDPProcess(parse())
 
 
 # ---- One is late, or gone

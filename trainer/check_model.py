@@ -105,7 +105,8 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
 
 def compare_steps(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> None:
     """Make the comparisons of `check_model`. This changes random states."""
-    config, alone = small_config_and_step(model.config)
+    with ValueReads() as reads:
+        config, alone = small_config_and_step(model.config)
     plain = replace(config, recompute="none", loss_chunks=1, mlp_chunks=1)
     close, saving = close_to(alone), partial(small_step, MemorySavingGPT)
     raise_if_different(
@@ -116,7 +117,7 @@ def compare_steps(model: MiniGPT, process: OneProcess, precision: torch.dtype) -
         close,
     )
     if process.layout.world_size > 1:
-        check_for_several_processes(model, process, plain, alone)
+        check_for_several_processes(model, process, plain, alone, reads.read)
     if config.mlp_chunks != 1:
         raise_if_different(
             "--mlp-chunks: the MLP half of model.py looks at other tokens ({}): use --mlp-chunks 1",
@@ -136,20 +137,23 @@ def compare_steps(model: MiniGPT, process: OneProcess, precision: torch.dtype) -
 
 
 def check_for_several_processes(
-    model: MiniGPT, process: OneProcess, plain: MiniGPTConfig, alone: TensorByName
+    model: MiniGPT,
+    process: OneProcess,
+    plain: MiniGPTConfig,
+    alone: TensorByName,
+    reads_values: bool,
 ) -> None:
     """Raise MiniGPTError if model.py does not work with the processes of DDP, FSDP or train_sp.py.
 
     `plain`: config of the small model. `alone`: its step without techniques, in one process.
+    `reads_values`: whether Python has read the value of a tensor in that step.
     """
-    with ValueReads() as reads:
-        drawn = small_step(MiniGPT, plain)["what Python draws next"]
     named, each = [*model.named_parameters()], [w for b in model.blocks for w in b.parameters()]
     unused = [name for name, w in named if w.requires_grad and GRADIENT_OF + name not in alone]
     scalars, sharded = [name for name, w in named if w.dim() == 0], process.layout.shard_degree > 1
     for wrong, message in (
         (
-            reads.read or drawn.item() != random.Random(0).random(),
+            reads_values or alone["what Python draws next"].item() != random.Random(0).random(),
             "forward decides by a random number or by a tensor's value, and each process could "
             "decide otherwise: train_minimal.py can train it",
         ),
@@ -326,10 +330,11 @@ def shared_step(config: MiniGPTConfig) -> TensorByName:
         def all_to_all(x: Tensor, send_sizes: list[int], _: list[int]) -> Tensor:
             return torch.cat(exchange(rank, x.split(send_sizes)))
 
+        def all_reduce(x: Tensor) -> Tensor:
+            return torch.stack(exchange(rank, [x] * N_RANKS)).sum(0)
+
         shard = SequenceShard(rank, N_RANKS, config.n_heads, all_to_all)
-        return SequenceParallelGPT(
-            config, shard, lambda x: torch.stack(exchange(rank, [x] * N_RANKS)).sum(0)
-        )
+        return SequenceParallelGPT(config, shard, all_reduce)
 
     # (Not in the threads, because they share the seed.)
     ranks = [small_model_and_batch(partial(make, rank), config) for rank in range(N_RANKS)]

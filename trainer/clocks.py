@@ -196,9 +196,8 @@ class PeakMemoryClock(StepClock):
         # measure a sharded model: the mode does not see how shards are gathered.
         on_cpu, unsharded = self.process.device.type == "cpu", self.process.layout.shard_degree == 1
         if measure and self.predicted and on_cpu and unsharded and not is_compiled(self.model):
-            weights = [*self.model.parameters()]
-            gradients = [weight.grad for weight in weights]
-            self.storages.count_tensors(weights, gradients, [*self.optimizer.state.values()])
+            weights, states = [*self.model.parameters()], [*self.optimizer.state.values()]
+            self.storages.count_tensors(weights, [weight.grad for weight in weights], states)
             self.looking.enter_context(self.storages)
 
     def discard_measured_memory(self) -> None:

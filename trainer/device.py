@@ -254,7 +254,7 @@ class MemoryBudget:
         """Return the usable bytes as text: "54.0 MiB (60.0 MiB less a margin of a tenth)"."""
         assert self.limit_bytes is not None and self.usable_bytes is not None
         _, words = margin_bytes_and_words(self.limit_bytes, self.device_type)
-        total = format_bytes(self.limit_bytes) + " free," * self.is_free
+        total = format_bytes(self.limit_bytes) + (" free," if self.is_free else "")
         return f"{format_bytes(self.usable_bytes)} ({total} less a margin of {words})"
 
 

@@ -32,7 +32,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -172,10 +172,10 @@ def describe_save_error(path: Path, error: OSError, n_bytes: int) -> str:
         return f"cannot save {path}: {reason}; check its folder and its disk"
     free = shutil.disk_usage(path.parent).free
     no_inodes = error.errno == errno.ENOSPC and free > n_bytes
-    hint = "; are its inodes used up (df -i)?" if no_inodes else ""
     return (
         f"cannot save {path}: disk full ({reason}); it needs {n_bytes / 1e6:,.1f} MB, "
-        f"{free / 1e6:,.1f} MB are free{hint}; make room"
+        f"{free / 1e6:,.1f} MB are free{'; are its inodes used up (df -i)?' if no_inodes else ''}; "
+        "make room"
     )
 
 
@@ -471,7 +471,7 @@ def archived_path(path: Path) -> Path | None:
 def unused_path(path: Path, suffix: str) -> Path:
     """Try the paths `runSUFFIX.pt`, `runSUFFIX-2.pt`, ... in turn. Return the first path at which
     no run has files."""
-    numbered = (f"-{number}" * (number > 1) for number in count(1))
+    numbered = chain([""], (f"-{number}" for number in count(2)))
     names = (sibling_path(path, f"{suffix}{number}.pt") for number in numbered)
     return next(name for name in names if not any(map(os.path.lexists, files_of_run(name))))
 

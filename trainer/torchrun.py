@@ -231,9 +231,9 @@ def peer_failure_message(error: Exception) -> str | None:
     if rank is None or not is_theirs:
         return None
     if late:
-        seconds = os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S)
         return (
-            f"rank {rank} waited {seconds} s for the others in vain (MINIGPT_TIMEOUT_S): one hangs"
+            f"rank {rank} waited {os.environ.get('MINIGPT_TIMEOUT_S', TIMEOUT_S)} s for the others "
+            "in vain (MINIGPT_TIMEOUT_S): one hangs"
         )
     return f"rank {rank} lost the connection to another process, which ended ({reason(error)})"
 
