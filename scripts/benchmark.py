@@ -188,21 +188,25 @@ def timed_step(run: Run, n: int = 1) -> float:
 
 
 def recorded_peak(run: Run) -> int:
-    """Run one more step on a CPU; return its peak memory in bytes, from torch.profiler's records of
-    each allocation."""
-    existing: list[Tensor] = list(run.model.parameters())
-    existing += chain(*(state.values() for state in run.optimizer.state.values()))
-    # Also count the CPU buffers of offload policies.
-    existing += run.model.offload_pool.buffers
+    """Run one more step on a CPU; return its peak memory in bytes.
+
+    torch.profiler records each allocation, also those of compiled blocks. (trainer/clocks.py's
+    LiveStorages has the same peak, but makes compiled blocks run eagerly.)
+    """
+    existing = [
+        *run.model.parameters(),
+        *chain(*(state.values() for state in run.optimizer.state.values())),
+        *run.model.offload_pool.buffers,  # of offload policies, on the CPU
+    ]
     with profile(profile_memory=True) as profiler:
         timed_step(run)
-    result: Any = profiler.profiler  # read raw events: the profiler's tables have only sums
-    changes = [  # one event per allocation or free; nbytes() of a free is negative
-        event
-        for event in result.kineto_results.events()
+    result: Any = profiler.profiler  # raw events, because the profiler's tables have only sums
+    events = sorted(result.kineto_results.events(), key=lambda event: event.start_ns())
+    sizes = (  # one event per allocation or free; nbytes() of a free is negative
+        event.nbytes()
+        for event in events
         if event.name() == "[memory]" and event.device_type().name == "CPU"
-    ]
-    sizes = (event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns()))
+    )
     return max(accumulate(sizes, initial=sum(tensor.nbytes for tensor in existing)))
 
 
@@ -215,14 +219,14 @@ def measure(settings: BenchmarkSettings) -> dict[str, Any]:
     device = choose_device(settings.device)
     run = make_run(settings, device)
     timed_step(run, WARM_UP)
+    if device.type == "cpu":
+        seconds = [timed_step(run) for _ in range(settings.steps)]
+        return {"step_s_all": seconds, "peak_bytes": recorded_peak(run)}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    # On a GPU, time all steps together: Python runs ahead from step to step, as in training.
-    groups = [1] * settings.steps if device.type == "cpu" else [settings.steps]
-    seconds = [timed_step(run, n) for n in groups]
-    peak = recorded_peak(run) if device.type == "cpu" else None
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
+    # Time all steps together: Python runs ahead from step to step, as in training.
+    seconds = [timed_step(run, settings.steps)]
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return {"step_s_all": seconds, "peak_bytes": peak}
 
 

@@ -49,13 +49,13 @@ from trainer.flags import OneLineParser, number_in_range
 # Part 1: the checkpoint.
 
 
+@dataclass(eq=False)
 class Ticket:
     """Placeholder that autograd's graph keeps instead of a tensor. The replay fills it with the
     recomputed tensor."""
 
-    def __init__(self, number: int):
-        self.number = number
-        self.tensor: Tensor | None = None
+    number: int
+    tensor: Tensor | None = None
 
 
 class EarlyStop(Exception):
@@ -63,7 +63,14 @@ class EarlyStop(Exception):
     needed."""
 
 
-def checkpoint(function: Callable, *args: Any) -> Any:
+Tell = Callable[..., None]  # (event, ticket or None, tensor or None)
+
+
+def tell_nobody(*event: Any) -> None:
+    """Ignore an event. Only the narrator of part 2 listens."""
+
+
+def checkpoint(function: Callable, *args: Any, tell: Tell = tell_nobody) -> Any:
     """Return `function(*args)`. Do not keep the tensors that backward needs, but recompute them in
     backward."""
     if not torch.is_grad_enabled():
@@ -83,7 +90,7 @@ def checkpoint(function: Callable, *args: Any) -> Any:
     def unpack(ticket: Ticket) -> Tensor:  # called in backward: autograd needs the tensor
         tell("unpack", ticket)
         if ticket.tensor is None:  # true for the first ticket that backward returns
-            replay(tickets, same_conditions(), function, args)
+            replay(tickets, same_conditions(), function, args, tell)
         if ticket.tensor is None:
             raise RuntimeError("the replay saved fewer tensors: did the function change its way?")
         tensor, ticket.tensor = ticket.tensor, None  # free the tensor after its use
@@ -98,6 +105,7 @@ def replay(
     same_conditions: AbstractContextManager,
     function: Callable,
     args: tuple,
+    tell: Tell,
 ) -> None:
     """Run the function again, up to the last tensor that has a ticket, and fill the tickets."""
     tell("replay")
@@ -206,7 +214,7 @@ class Narrator(TorchFunctionMode):
             name = self.results[place] + " "
         return name + "x".join(map(str, tensor.shape)).removeprefix("1x")  # leave out B = 1
 
-    def hear(self, event: str, ticket: Ticket | None, tensor: Tensor | None) -> None:
+    def hear(self, event: str, ticket: Ticket | None = None, tensor: Tensor | None = None) -> None:
         if event == "replay":
             self.headline(" is empty.\nREPLAY: the block runs again, with the same random numbers:")
         elif event == "stop":
@@ -231,36 +239,23 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()  # views (q, k, v; weight.t()) have the same address
 
 
-narrator: Narrator | None = None
-
-
-def tell(event: str, ticket: Ticket | None = None, tensor: Tensor | None = None) -> None:
-    if narrator:
-        narrator.hear(event, ticket, tensor)
-
-
 def tell_the_story(dropout: float) -> None:
     """Run forward and backward of one block, and print each event.
 
     The last line of the block's code is `x + dropout(..)`. So with dropout the last ticket is for a
     mask, which exists only after the last matmul.
     """
-    global narrator
     torch.manual_seed(0)
     block = Block(MiniGPTConfig(n_heads=2, d_model=8, d_ff=32, dropout=dropout))
     block.attn.dropout = 0.0  # on a CPU, attention with dropout saves a dozen more tensors
     x = torch.randn(1, 4, 8, requires_grad=True)
-    narrator = Narrator(block, x)
-    try:
-        with narrator:
-            narrator.headline("FORWARD: each tensor that backward will need goes, a #ticket stays.")
-            y = checkpoint(block, x)
-            n = len(narrator.owners)
-            narrator.headline(f"\nKept: x and {n} tickets. BACKWARD begins at the end:")
-            y.sum().backward()
-            narrator.headline("\nDone: each ticket came back once.\n\n")
-    finally:
-        narrator = None
+    with Narrator(block, x) as narrator:
+        narrator.headline("FORWARD: each tensor that backward will need goes, a #ticket stays.")
+        y = checkpoint(block, x, tell=narrator.hear)
+        n = len(narrator.owners)
+        narrator.headline(f"\nKept: x and {n} tickets. BACKWARD begins at the end:")
+        y.sum().backward()
+        narrator.headline("\nDone: each ticket came back once.\n\n")
 
 
 # ---------------------------------------------------------------------------------------------

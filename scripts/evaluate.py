@@ -1,15 +1,13 @@
 """Measure how well a trained model predicts a text: loss, perplexity and bits/byte.
 
-The first command evaluates a run on the validation part of the run's own data. The second command
-evaluates a run on another text, in windows that overlap:
+The first command evaluates a run on the validation part of the run's own data, the second command
+on another text:
     python -m scripts.evaluate checkpoints/minigpt_single.pt
-    python -m scripts.evaluate --val-data book.txt --stride 16
+    python -m scripts.evaluate --val-data book.txt
 
-The text is one sequence of tokens. Every token except the first one is predicted, and counts once.
-The model reads one window of tokens at a time. Without overlap, the first tokens of each window are
-predicted from almost no context. If --stride is smaller than the window, windows overlap, and only
-the new tokens of each window count. The model computes in float32, so that other programs can
-reproduce the loss. (--amp-dtype auto computes in the trainers' precision.)
+The text is one sequence of tokens, cut into windows as in training; the last one may be shorter.
+Every token except the first one is predicted, and counts once. The model computes in float32, so
+that other programs can reproduce the loss. (--amp-dtype auto computes in the trainers' precision.)
 """
 
 import os
@@ -30,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
+import torch.nn.functional as F
 from tqdm import tqdm
 
 from data import DataError, TokenFile, Tokenizer
@@ -95,22 +93,17 @@ def read_data(
 @torch.no_grad()
 def sum_loss(model: MiniGPT, tokens: np.ndarray, args: argparse.Namespace) -> float:
     """Return the sum of the losses of all tokens except the first one, in nats."""
-    device, last = next(model.parameters()).device, len(tokens) - 1
-    T, nats = min(args.seq_len, last), 0.0
-    # Index of the last token that each window predicts. The last window ends where the text
-    # ends, so it may begin less than one stride after the window before it.
-    ends = np.minimum(np.arange(T, last + args.stride, args.stride), last)
-    counts = np.diff(ends, prepend=0)  # n of each window: only its last n predictions count
-    windows = sliding_window_view(tokens, T + 1)  # row i: tokens i .. i + T
+    device, last, nats = next(model.parameters()).device, len(tokens) - 1, 0.0
+    T = min(args.seq_len, last)
     with tqdm(total=last, unit="tok", disable=None, leave=False) as bar:
-        for first in range(0, len(ends), args.batch_size):
-            some = slice(first, first + args.batch_size)
-            batch = torch.from_numpy(windows[ends[some] - T].astype(np.int64))  # (B, T + 1)
-            new = torch.from_numpy(counts[some, None])  # (B, 1)
-            labels = batch[:, 1:].where(torch.arange(T) >= T - new, -100)
-            loss = model(batch[:, :-1].to(device), labels.to(device))
-            nats += loss.item() * int(new.sum())
-            bar.update(int(new.sum()))
+        for first in range(0, last, args.batch_size * T):
+            ids = tokens[first : first + args.batch_size * T + 1].astype(np.int64)
+            ids, n = torch.from_numpy(ids).to(device), len(ids) - 1
+            to_full_window = 0, -n % T
+            inputs = F.pad(ids[:-1], to_full_window).view(-1, T)
+            labels = F.pad(ids[1:], to_full_window, value=-100).view(-1, T)  # -100: not counted
+            nats += model(inputs, labels).item() * n
+            bar.update(n)
     return nats
 
 
@@ -131,11 +124,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     state, limit = peek(path), model.config.max_position_embeddings
     trained = state["args"]["seq_len"] if state else limit
     args.seq_len = args.seq_len or min(trained, limit)
-    args.stride = args.stride or args.seq_len
     if args.seq_len > limit:
         raise MiniGPTError(f"--seq-len {args.seq_len}: the model sees {limit} tokens at most")
-    if args.stride > args.seq_len:
-        raise MiniGPTError(f"--stride {args.stride}: a window has {args.seq_len} tokens only")
     with process.showing_message("reading its data"):
         data, tokens = read_data(args, state, tokenizer, process)
     if len(tokens) < 2:
@@ -153,7 +143,6 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
         "step": state.get("step"),
         "data": data,
         "seq_len": args.seq_len,
-        "stride": args.stride,
         "precision": f"{precision} on {device.type}".removeprefix("torch."),
         "seconds": time.perf_counter() - start,
         "tokens": n_tokens,
@@ -176,7 +165,6 @@ def main(argv: list[str]) -> None:
         "training)")
     add("--max-tokens", type=count, metavar="N", help="read the first N tokens (default: all)")
     add("--seq-len", type=count, metavar="N", help="tokens per window (default: as in training)")
-    add("--stride", type=count, metavar="N", help="new tokens per window (default: --seq-len)")
     add("--batch-size", type=count, default=8, metavar="N",
         help="windows at a time (default: %(default)s)")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")

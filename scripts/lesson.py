@@ -3,12 +3,12 @@
 python -m scripts.lesson                   # list the exercises
 python -m scripts.lesson 4                 # show exercise 4
 python -m scripts.lesson 4 30              # check whether 30 is the answer to exercise 4
-python -m scripts.lesson 4 --measure       # measure the answer to exercise 4
+python -m scripts.lesson 4 --measure       # show the measurement that gives the answer
 python -m scripts.lesson 4 --solution      # print the answer and its reason; without 4: all answers
 
-The questions are in docs/lesson.md. Hints and reasons are in EXERCISES. The model and the planner
-compute each answer on demand, in one function per exercise (MEASURES). Exit codes: 0 the answer is
-right, 3 the answer is wrong, 2 the text is not an answer.
+The questions are in docs/lesson.md; answers, measurements, hints and reasons in EXERCISES.
+tests/test_lesson.py measures each answer again. Exit codes: 0 right answer, 3 wrong answer, 2 not
+an answer.
 """
 
 import os
@@ -22,42 +22,34 @@ if not __package__:  # python scripts/lesson.py: the packages are one folder up
 
 import argparse
 import re
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import chain, repeat
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
-import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
-
-from memory import POLICY_NAMES, MemorySavingGPT
-from model import MLP, MiniGPTConfig
-from planner import KINDS, Planner, StepMemory
-from planner.formulas import head_bytes, recomputed_flops_key
+from memory import POLICY_NAMES
 from scripts import cli_main
-from scripts.checkpoint_from_scratch import run_step
 from scripts.kept_tensors import kept_by_one_block, table
-from scripts.style import relative_flops
 from trainer.flags import OneLineParser, number_in_range
 
 PAGE = Path(__file__).parent.parent / "docs" / "lesson.md"
 NOT_YET = 3
-MIB, GIB = 2**20, 2**30
+
+
+def block_keeps(policy: str, no_amp: bool = False) -> str:
+    """Return the table of the tensors that GPT-2 small's block keeps, without autocast's copies of
+    the weights, which do not grow with the batch."""
+    size = argparse.Namespace(batch_size=2, seq_len=1024, d_model=768, n_heads=12, no_amp=no_amp)
+    tensors = [t for t in kept_by_one_block(policy, size) if t.shape[0] in (2, 2 * 1024)]
+    return table(policy, tensors, 2 * 1024 * 768)
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """Rules to parse an answer and to check it, and comments on it. docs/lesson.md has the
-    question."""
+    """Answer to a question of docs/lesson.md, the rules to check an answer, and comments on it."""
 
+    answer: float | str
+    facts: str | Callable[[], str]  # the measurement that gives the answer
     why: str  # printed with the right answer
     hint: str  # printed for a wrong answer that is not in `mistakes`
     mistakes: tuple[tuple[float | str, str], ...] = ()  # (a wrong answer, the comment on it)
@@ -90,14 +82,21 @@ class Exercise:
         comments = (comment for wrong, comment in self.mistakes if self.is_near(given, wrong))
         return next(comments, self.hint)
 
-    def answer(self, answer: float | str) -> str:
+    def solution(self) -> str:
         """Return the right answer with its reason."""
-        shown = answer if isinstance(answer, str) else f"{round(answer, 2):g} {self.unit}".strip()
+        right = self.answer
+        shown = right if isinstance(right, str) else f"{round(right, 2):g} {self.unit}".strip()
         return f"{shown}. {self.why}"
 
 
 EXERCISES: dict[int, Exercise] = {
     1: Exercise(
+        answer=3,
+        facts="""\
+x     kept
+wide  kept
+g     kept
+y     not needed""",
         why="Backward of a linear layer needs the layer's input, and backward of GELU needs GELU's "
         "input. No backward needs y. So the result of a last matmul is never kept.",
         hint="Go through the three operations one by one. Which tensor is in the formula of the "
@@ -108,6 +107,8 @@ EXERCISES: dict[int, Exercise] = {
         ),
     ),
     2: Exercise(
+        answer=64.08,
+        facts=partial(block_keeps, "none", no_amp=True),
         unit="BTC",
         tolerance=0.01,
         why="x, ln_1, q, k, v, attention, x2 and ln_2 are 8 tensors of width C. c_fc and gelu are "
@@ -124,6 +125,8 @@ EXERCISES: dict[int, Exercise] = {
         ),
     ),
     3: Exercise(
+        answer=36.08,
+        facts=partial(block_keeps, "none"),
         unit="BTC",
         tolerance=0.01,
         why="x and x2 still have 4 BTC each. The 14 other tensors now have 2 BTC each: 8 + 28. "
@@ -136,6 +139,8 @@ EXERCISES: dict[int, Exercise] = {
         ),
     ),
     4: Exercise(
+        answer=24.06,
+        facts=partial(block_keeps, "cheap"),
         unit="BTC",
         tolerance=0.01,
         why="ln_1 and ln_2 (2 BTC each) and gelu (8 BTC) are not kept. That is a third of the "
@@ -151,6 +156,11 @@ EXERCISES: dict[int, Exercise] = {
         ),
     ),
     5: Exercise(
+        answer=1 + 8 / 36,
+        facts="""\
+1.22  blocks alone
+1.23  and attention's products
+1.17  and the head: GPT-2 small, 1,024 tokens""",
         tolerance=0.004,
         why="A block has 12 C^2 weights. The last matmul, with 4 C^2 of them, is not replayed: "
         "1 + (8/12) / 3. For GPT-2 small it is 1.17, because its head is not replayed.",
@@ -164,6 +174,11 @@ EXERCISES: dict[int, Exercise] = {
         ),
     ),
     6: Exercise(
+        answer="c",
+        facts="""\
+no checkpoint             loss 4.168554
+checkpoint                loss equal to the bit, 0 of 28 gradients differ
+preserve_rng_state=False  loss equal to the bit, 26 of 28 gradients differ""",
         choices=("a", "b", "c", "d"),
         why="Forward computes the loss before any replay, so the loss is the same. But backward "
         "multiplies by the masks of the replay, which would be other masks. So checkpoint saves "
@@ -177,6 +192,15 @@ EXERCISES: dict[int, Exercise] = {
         ),
     ),
     7: Exercise(
+        answer=6.90,
+        facts="""\
+ 6.90 GiB  logits, log-softmax and the gradient of that
+ 3.96 GiB  kept by 12 blocks
+so the peak of a step is
+12.40 GiB  none, head at once
+ 8.86 GiB  full, head at once
+ 5.78 GiB  none, head in chunks
+ 2.40 GiB  full, head in chunks""",
         unit="GiB",
         tolerance=0.02,
         why="The three tensors take 12 bytes for each of tokens x ids: more than all 12 blocks "
@@ -192,6 +216,15 @@ EXERCISES: dict[int, Exercise] = {
         ),
     ),
     8: Exercise(
+        answer=1,
+        facts="""\
+K   by formula   peak of a step
+1       84 BTC   2,927.2 MiB
+2       96 BTC   3,049.5 MiB
+3      124 BTC   3,315.7 MiB
+4      156 BTC   3,618.0 MiB
+6      224 BTC   4,258.5 MiB
+12     436 BTC   6,252.0 MiB""",
         why="All tensors of a block take as much memory as 9 inputs. So each block that is added "
         "to a group costs as much as 9 inputs. 4 L / K + 36 K has its minimum at sqrt(L) / 3, "
         "which is 1.2 for 12 blocks.",
@@ -203,6 +236,11 @@ EXERCISES: dict[int, Exercise] = {
         ),
     ),
     9: Exercise(
+        answer=474.70,
+        facts="""\
+when a forward begins               peak of the step
+1,441 MiB, 12 a parameter           5,924 MiB   1 x 12 sequences
+1,915 MiB, 16 a parameter           3,389 MiB   4 x  3 sequences""",
         unit="MiB",
         tolerance=0.01,
         why="The gradients, 4 bytes per parameter, exist during every forward except the first. "
@@ -217,6 +255,17 @@ EXERCISES: dict[int, Exercise] = {
         ),
     ),
     10: Exercise(
+        answer="mlp",
+        facts="""\
+policy     FLOPs      peak  in 4 GiB
+none        1.00  5.78 GiB  no
+cheap       1.00  4.37 GiB  no
+selective   1.00  4.36 GiB  no
+mlp         1.07  3.80 GiB  fits
+attn        1.08  4.67 GiB  no
+qkv         1.09  3.15 GiB  fits
+sdpa        1.14  2.59 GiB  fits
+full        1.17  2.40 GiB  fits""",
         choices=POLICY_NAMES,
         why="16 bytes per parameter leave 2.1 GiB of the 4 GiB. A BTC is 9 MiB here, so 12 blocks "
         "of 18 BTC take 1.9 GiB. `auto` would also try policies for only some of the blocks.",
@@ -232,6 +281,16 @@ EXERCISES: dict[int, Exercise] = {
         ),
     ),
     11: Exercise(
+        answer=6,
+        facts="""\
+K   by formula   peak of a step
+2       80 BTC   129.7 MiB
+3       60 BTC   114.7 MiB
+4       52 BTC   108.7 MiB
+6       48 BTC   105.7 MiB
+9       52 BTC   108.7 MiB
+12      60 BTC   114.7 MiB
+18      80 BTC   130.1 MiB""",
         why="36 / K inputs of groups are kept, and K inputs of the blocks in one group. The sum is "
         "smallest at sqrt(36), as Chen et al. say. All tensors of a block take as much as 9 "
         "inputs, but they no longer count K times.",
@@ -243,6 +302,13 @@ EXERCISES: dict[int, Exercise] = {
         ),
     ),
     12: Exercise(
+        answer="b",
+        facts="""\
+memory runs out in
+forward                   none of 28 weights differ
+backward                  none of 28 weights differ
+update                    28 of 28 weights differ
+backward, gradients kept  28 of 28 weights differ""",
         choices=("a", "b", "c", "d"),
         why="Forward changes no weight. Backward changes only gradients, and the run drops them. "
         "With the same data and masks, the policy changes no bit. In the update, the first weights "
@@ -258,249 +324,6 @@ EXERCISES: dict[int, Exercise] = {
 }
 
 
-# ---- The answers, each with the lines that --measure prints
-
-Measured = tuple[float | str, list[str]]
-GPT2_SMALL = MiniGPTConfig(dropout=0.0)
-SEQ_LEN, SEQUENCES = 1024, 12
-BUDGET = 4 * GIB  # memory of the GPU in exercise 10
-
-
-def needed_by_backward() -> Measured:
-    """Compute answer 1: the number of an MLP's tensors that autograd keeps for backward."""
-    mlp = MLP(MiniGPTConfig(n_heads=1, d_model=8, d_ff=32))
-    x = torch.randn(2, 4, 8, requires_grad=True)
-    saved: set[int] = set()
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.add(tensor.untyped_storage().data_ptr())  # views of a tensor share its storage
-        return tensor
-
-    # These are the operators of MLP.up_project and MLP.down_project.
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        wide = mlp.c_fc(x)
-        g = F.gelu(wide, approximate="tanh")
-        y = mlp.c_proj(g)
-    tensors = {"x": x, "wide": wide, "g": g, "y": y}
-    kept = {name: t.untyped_storage().data_ptr() in saved for name, t in tensors.items()}
-    return sum(kept.values()), [
-        f"{name:<5} {'kept' if kept[name] else 'not needed'}" for name in tensors
-    ]
-
-
-def block_keeps(policy: str, no_amp: bool = False) -> Measured:
-    """Compute answers 2, 3 and 4: the memory that a block keeps with `policy`, in BTC (B * T * C
-    bytes). Autocast's copies of the weights are left out, because they do not grow with the batch.
-    `no_amp`: no autocast."""
-    size = {"batch_size": 2, "seq_len": SEQ_LEN, "d_model": 768, "n_heads": 12}
-    tensors = kept_by_one_block(policy, argparse.Namespace(**size, no_amp=no_amp))
-    tensors = [tensor for tensor in tensors if tensor.shape[0] in (2, 2 * SEQ_LEN)]
-    btc = 2 * SEQ_LEN * 768
-    return sum(tensor.nbytes for tensor in tensors) / btc, [table(policy, tensors, btc)]
-
-
-def cost_of_full() -> Measured:
-    """Compute answer 5: the FLOPs of a step with `full`, divided by the FLOPs of a step with
-    `none`. The answer counts only the weights' matrix products in the blocks. --measure prints
-    three lines: the answer; the same with attention's own matrix products; the same with the head,
-    too."""
-
-    def relative(vocab_size: int, seq_len: int) -> float:
-        config = replace(GPT2_SMALL, vocab_size=vocab_size, recompute="full")
-        return relative_flops(config, seq_len)
-
-    answer = relative(1, 0)  # (the head of a vocabulary of one id costs almost nothing)
-    return answer, [
-        f"{answer:.2f}  blocks alone",
-        f"{relative(1, SEQ_LEN):.2f}  and attention's products",
-        f"{relative(50257, SEQ_LEN):.2f}  and the head: GPT-2 small, 1,024 tokens",
-    ]
-
-
-def other_dice() -> Measured:
-    """Compute answer 6: compare three steps with dropout: one without a checkpoint, one with a
-    checkpoint, and one with a checkpoint that does not restore the random state."""
-    none = run_step("none")
-    lines, answer = [f"no checkpoint             loss {none.loss:.6f}"], ""
-    for name, remembers in (("checkpoint", True), ("preserve_rng_state=False", False)):
-
-        def other(*args: Any, remembers: bool = remembers, **options: Any) -> Any:
-            return checkpoint(*args, **options | {"preserve_rng_state": remembers})
-
-        step = run_step("full", partial(mock.patch, "model.checkpoint", other))
-        pairs = [(gradient, step.gradients[n]) for n, gradient in none.gradients.items()]
-        n_other = sum(not torch.equal(one, two) for one, two in pairs)
-        same = torch.equal(none.loss, step.loss)
-        answer = "b" if not same else "c" if n_other else "d"
-        how = "equal to the bit" if same else f"{step.loss:.6f}"
-        lines.append(f"{name:<24}  loss {how}, {n_other} of {len(pairs)} gradients differ")
-    return answer, lines
-
-
-@cache  # one planner simulates each step only once
-def planner(accumulate: bool = False) -> Planner:
-    """Return a planner for GPT-2 small on a GPU."""
-    return Planner(
-        GPT2_SMALL,
-        SEQ_LEN,
-        precision=torch.bfloat16,
-        make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), fused=True),
-        device_type="cuda",
-        accumulates_gradients=accumulate,
-    )
-
-
-def ways(policies: Iterable[str], accumulate: bool = False, **memory: Any) -> list[StepMemory]:
-    """Return a simulated step with each policy. A simulation takes one or two seconds, so a
-    terminal shows a progress bar."""
-    return [
-        planner(accumulate).step(SEQUENCES, recompute=policy, **memory)
-        for policy in tqdm(policies, leave=False, disable=None)
-    ]
-
-
-def the_head() -> Measured:
-    """Compute answer 7: the GiB that the head takes if it computes all logits at once."""
-    at_once = replace(GPT2_SMALL, loss_chunks=1)
-    answer = head_bytes(at_once, SEQUENCES * SEQ_LEN, torch.float32) / GIB
-    lines = []
-    for loss_chunks, label in ((1, "head at once"), (0, "head in chunks")):
-        for step in ways(("none", "full"), loss_chunks=loss_chunks):
-            lines.append(f"{step.peak / GIB:5.2f} GiB  {step.config.recompute}, {label}")
-    blocks = planner().step(SEQUENCES).kept_per_block * GPT2_SMALL.n_layers / GIB
-    return answer, [
-        f"{answer:5.2f} GiB  logits, log-softmax and the gradient of that",
-        f"{blocks:5.2f} GiB  kept by 12 blocks",
-        "so the peak of a step is",
-        *lines,
-    ]
-
-
-def best_group(
-    planner: Planner, sizes: Iterable[int], policy: str, formula: Callable[[int], float]
-) -> Measured:
-    """Return the group size K of the step with the lowest peak. `policy`: a policy string with the
-    letter "K" in place of the size. `formula(K)` returns the memory that groups of K blocks need,
-    in BTC."""
-    peaks, lines = dict[int, int](), ["K   by formula   peak of a step"]
-    for k in tqdm(sizes, leave=False, disable=None):
-        peaks[k] = planner.step(SEQUENCES, recompute=policy.replace("K", str(k))).peak
-        lines.append(f"{k:<3} {formula(k):6.0f} BTC   {peaks[k] / MIB:,.1f} MiB")
-    return min(peaks, key=peaks.__getitem__), lines
-
-
-def groups() -> Measured:
-    """Compute answer 8: the best group size. The step accumulates gradients, so gradients exist all
-    the time. Then the peak is at the start of backward."""
-    accumulating = planner(accumulate=True)
-    return best_group(accumulating, (1, 2, 3, 4, 6, 12), "full/K", lambda k: 4 * 12 / k + 36 * k)
-
-
-def gradients_that_wait() -> Measured:
-    """Compute answer 9: the MiB of gradients that exist when a micro-batch's forward begins."""
-    n_parameters = sum(parameter.numel() for parameter in planner().model.parameters())
-    steps = {
-        "1 x 12 sequences": planner().step(12),
-        "4 x  3 sequences": planner(accumulate=True).step(3),
-    }
-    lines = ["when a forward begins               peak of the step"]
-    for name, step in steps.items():
-        start = int(step.bytes_by_op[0])
-        each = f"{start / MIB:,.0f} MiB, {start / n_parameters:.0f} a parameter"
-        lines.append(f"{each:<33}  {step.peak / MIB:6,.0f} MiB   {name}")
-    # Compare the gradients, not all memory: a smaller batch also has fewer token ids.
-    before, now = (int(step.timeline[0, KINDS.index("gradients")]) for step in steps.values())
-    return (now - before) / MIB, lines
-
-
-def policy_for_a_card() -> Measured:
-    """Compute answer 10: of the policies that fit in 4 GiB, the policy with the fewest FLOPs."""
-    steps = sorted(ways(POLICY_NAMES), key=lambda s: recomputed_flops_key(s.config, SEQ_LEN))
-    lines = ["policy     FLOPs      peak  in 4 GiB"]
-    for step in steps:
-        fits = "fits" if step.peak <= BUDGET else "no"
-        flops = relative_flops(step.config, SEQ_LEN)
-        lines.append(f"{step.config.recompute:<10}  {flops:.2f}  {step.peak / GIB:.2f} GiB  {fits}")
-    return next(step.config.recompute for step in steps if step.peak <= BUDGET), lines
-
-
-def nested_groups() -> Measured:
-    """Compute answer 11: the best group size with nested checkpoints. The blocks are narrow, so
-    their weights take little memory."""
-    config = MiniGPTConfig(61, SEQ_LEN, n_layers=36, n_heads=1, d_model=64, d_ff=256, dropout=0.0)
-    deep = replace(planner(), config=config)
-    sizes = 2, 3, 4, 6, 9, 12, 18
-    return best_group(deep, sizes, "full/K+nested", lambda k: 4 * (36 / k + k))
-
-
-def weights_after(part: str, drop: bool = True) -> list[Tensor]:
-    """Return the weights after two steps. In the first step memory runs out in the middle of
-    `part`, and the step is repeated with `full`. `part` "": memory does not run out. `drop`: drop
-    the gradients of the failed attempt before the step is repeated."""
-    torch.manual_seed(0)
-    model = MemorySavingGPT(MiniGPTConfig(61, 16, n_layers=2, n_heads=1, d_model=16, d_ff=64))
-    weights: list[Tensor] = list(model.parameters())
-    # Two optimizers, for even and odd weights, so that an update can fail halfway.
-    even, odd = (torch.optim.AdamW(some) for some in (weights[::2], weights[1::2]))
-    first, last = model.blocks
-    hooks: dict[str, Callable] = {
-        "forward": last.register_forward_pre_hook,
-        "backward": first.get_parameter("ln_1.weight").register_hook,
-        "update": odd.register_step_pre_hook,
-    }
-    if part:
-        once = chain([torch.OutOfMemoryError("played")], repeat(None))
-        hooks[part](mock.Mock(side_effect=once))
-    for seed, recompute in ((1, "none"), *[(1, "full")] * bool(part), (2, "full")):
-        model.config = replace(model.config, recompute=recompute)
-        torch.manual_seed(seed)  # the seed determines the data and the masks
-        ids = torch.randint(61, (2, 17))
-        with suppress(torch.OutOfMemoryError):
-            model(ids[:, :-1], ids[:, 1:]).backward()
-            even.step()
-            odd.step()
-            model.zero_grad()
-        if drop:
-            model.zero_grad()
-    return weights
-
-
-def done_again() -> Measured:
-    """Compute answer 12: compare runs in which memory runs out in forward, in backward, or in the
-    update."""
-    undisturbed = weights_after("")
-    weights_by_part = {part: weights_after(part) for part in ("forward", "backward", "update")}
-    weights_by_part["backward, gradients kept"] = weights_after("backward", drop=False)
-    differ = [
-        sum(not torch.equal(*pair) for pair in zip(weights, undisturbed, strict=True))
-        for weights in weights_by_part.values()
-    ]
-    lines = [
-        f"{name:<24}  {n or 'none'} of {len(undisturbed)} weights differ"
-        for name, n in zip(weights_by_part, differ, strict=True)
-    ]
-    # Number of parts, counted from forward, in which memory may run out without a change of the
-    # results.
-    n_safe = next(i for i, n in enumerate(differ) if n)
-    return "dabc"[n_safe], ["memory runs out in", *lines]
-
-
-MEASURES: dict[int, Callable[[], Measured]] = {
-    1: needed_by_backward,
-    2: partial(block_keeps, "none", no_amp=True),
-    3: partial(block_keeps, "none"),
-    4: partial(block_keeps, "cheap"),
-    5: cost_of_full,
-    6: other_dice,
-    7: the_head,
-    8: groups,
-    9: gradients_that_wait,
-    10: policy_for_a_card,
-    11: nested_groups,
-    12: done_again,
-}
-
-
 # ---- The command
 
 
@@ -511,13 +334,12 @@ def sections() -> dict[int, str]:
     return {int(number): section for section, number in found}
 
 
-def check(n: int, text: str) -> int:
-    """Print the comment on the answer `text` to exercise `n`. Return the exit code. Raises
-    MiniGPTError if `text` is not an answer."""
-    exercise = EXERCISES[n]
-    given, (answer, _) = exercise.read(text), MEASURES[n]()
-    if exercise.is_near(given, answer):
-        print(f"right: {exercise.answer(answer)}")
+def check(exercise: Exercise, text: str) -> int:
+    """Print the comment on the answer `text`; return the exit code. Raises MiniGPTError if `text`
+    is not an answer."""
+    given = exercise.read(text)
+    if exercise.is_near(given, exercise.answer):
+        print(f"right: {exercise.solution()}")
         return 0
     print(f"not yet: {exercise.comment(given)}")
     return NOT_YET
@@ -534,7 +356,7 @@ def main(argv: list[str]) -> int:
     add("exercise", nargs="?", type=number_in_range(int, 1, len(EXERCISES)), metavar="N",
         help=f"number of an exercise, 1 to {len(EXERCISES)}; alone: show it")  # fmt: skip
     add("answer", nargs="*", metavar="ANSWER", help="check this answer")
-    add("--measure", action="store_true", help="measure the answer, in a few seconds")
+    add("--measure", action="store_true", help="show the measurement that gives the answer")
     add("--solution", action="store_true", help="print the answer and its reason (without N: all)")
     args = parser.parse_args(argv)
     n, code = args.exercise, 0
@@ -546,12 +368,13 @@ def main(argv: list[str]) -> int:
     elif not (args.answer or args.measure or args.solution):
         print(sections()[n])
     if args.answer:
-        code = check(n, " ".join(args.answer))
+        code = check(EXERCISES[n], " ".join(args.answer))
     if args.measure:
-        print("\n".join(MEASURES[n]()[1]))
+        facts = EXERCISES[n].facts
+        print(facts if isinstance(facts, str) else facts())
     if args.solution:
         for each in [n] if n else EXERCISES:
-            print(f"{each}: {EXERCISES[each].answer(MEASURES[each]()[0])}", flush=True)
+            print(f"{each}: {EXERCISES[each].solution()}")
     return code
 
 

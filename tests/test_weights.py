@@ -301,32 +301,26 @@ def evaluated(path: Path, *flags: str) -> dict:
 def test_the_trainers_own_number(run, toy):
     """By default: the validation part of the run's own data, in its windows."""
     found, last = evaluated(run, "--max-tokens=161"), metrics(run)[-1]
-    assert (found["tokens"], found["seq_len"], found["stride"], found["step"]) == (160, T, T, 3)
+    assert (found["tokens"], found["seq_len"], found["step"]) == (160, T, 3)
     for ours, trainers in (("loss", "loss"), ("perplexity", "ppl"), ("bits_per_byte",) * 2):
         assert found[ours] == pytest.approx(last[f"val_{trainers}"], rel=1e-6)
     assert found["precision"] == "float32 on cpu" and found["data"].startswith("validation part of")
-    assert evaluated(run, "--stride=5")["tokens"] == 164  # with the tail
+    assert evaluated(run)["tokens"] == 164  # with the tail
     found = evaluated(toy, "--max-tokens=193")
     assert found["bits_per_byte"] is None and found["bytes"] == 0  # its text is numbers
     assert found["loss"] == pytest.approx(metrics(toy)[-1]["val_loss"], rel=1e-6)
 
 
 @settings(max_examples=25)
-@given(st.integers(2, 40), st.integers(1, T), st.integers(1, T), st.integers(1, 5))
-@example(2 * T + 1, T, T, 3)
-@example(T + 1, T, T, 1)
+@given(st.integers(2, 40), st.integers(1, T), st.integers(1, 5))
 @torch.no_grad()
-def test_every_token_once_with_as_much_context_as_fits(model, n, seq_len, stride, batch_size):
-    """Each token by itself, behind the context that it should have."""
-    stride = min(stride, seq_len)
+def test_every_token_once_behind_those_of_its_window(model, n, seq_len, batch_size):
     ids = np.random.default_rng(n).integers(0, 256, n).astype(np.uint16)
     tokens, nats = torch.from_numpy(ids.astype(np.int64))[None], 0.0
     for t in range(1, n):
-        rounds = max(0, math.ceil((t - seq_len) / stride))  # windows before that which predicts it
-        last = min(seq_len + rounds * stride, n - 1)  # what its window predicts last
-        logits = model(tokens[:, max(0, last - seq_len) : t])
+        logits = model(tokens[:, (t - 1) // seq_len * seq_len : t])
         nats += F.cross_entropy(logits[:, -1], tokens[:, t]).item()
-    args = SimpleNamespace(seq_len=seq_len, stride=stride, batch_size=batch_size)
+    args = SimpleNamespace(seq_len=seq_len, batch_size=batch_size)
     assert evaluate.sum_loss(model, ids, args) == pytest.approx(nats, rel=1e-5)
 
 

@@ -166,8 +166,6 @@ EVALUATE: dict[str, tuple[str, str, dict[str, Write]]] = {  # ..., other files, 
         "--val-data is missing: the folder run.pt",
         {"run.pt": Path.mkdir},
     ),
-    "stride": ("--stride=17", "--stride 17: a window has 16 tokens", {}),
-    "no stride": ("--stride=0", "--stride: must be a whole number of at least", {}),
     "seq_len": ("--seq-len=17", "--seq-len 17: the model sees 16 tokens", {}),
     "one token": ("--val-data=x.bin", r"x.bin: 1 token\(s\)", {"x.bin": b"\1\0"}),
     "nowhere to write": ("--json=no/x.json", "--json: no/x.json cannot be written", {}),
@@ -196,7 +194,7 @@ SCRIPTS = {
         f"{tool}: {flags}": Case(tool, flags, ("no snapshot and no folder other.pt",))
         for tool, flags in (
             ("generate", "other.pt --seed=1"),
-            ("evaluate", "--stride=1 other.pt --batch-size=2"),
+            ("evaluate", "--seq-len=1 other.pt --batch-size=2"),
             ("export_hf", "--out=x other.pt"),
         )
     },
