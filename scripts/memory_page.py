@@ -35,12 +35,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from memory import POLICIES as RECOMPUTE
 from memory import recompute_plan_of_config
 from model import MiniGPTConfig
-from planner import Card, StepMemory
+from planner import Card
 from planner.choose import pareto_frontier, simulate_policies_fastest_first
 from planner.formulas import flops_per_token
 from planner.op_recorder import Storage
@@ -48,12 +47,19 @@ from planner.record import StepRecord, group_name_and_kind, read_source_line
 from planner.roofline import seconds_of_each_op
 from planner.timeline import phase_intervals
 from scripts import cli_main
-from scripts.style import COLORS, LEGEND, POLICIES, describe, relative_flops, step_parser
-from trainer import flags
+from scripts.style import (
+    COLORS,
+    LEGEND,
+    POLICIES,
+    describe,
+    parse_step,
+    record_steps,
+    relative_flops,
+    step_parser,
+)
 from trainer.flags import AUTO, output_file
 from trainer.metrics import format_bytes
 from trainer.plan import PlanRequest, make_request
-from trainer.pretrained import open_init_from
 
 SOURCE = Path(__file__).parent / "page"
 SCRIPTS = ("step.js", "frame.js", "chart.js", "listen.js", "page.js")
@@ -74,9 +80,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument_group("page").add_argument(
         "--out", type=output_file, default=Path("out/memory_page.html"), metavar="FILE",
         help="the page (default: %(default)s)")  # fmt: skip
-    args = parser.parse_args(argv)
-    open_init_from(args)
-    return flags.resolve_defaults(args)
+    return parse_step(parser, argv)
 
 
 class Labels:
@@ -121,13 +125,8 @@ def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
     """
     step = record.step_memory
     needed, _ = flops_per_token(step.config, step.seq_len)
-    flops = np.zeros(len(step.timeline) + 1)
-    np.add.at(
-        flops,
-        step.flops_and_bytes_by_op.at,
-        step.flops_and_bytes_by_op.flops * step.flops_and_bytes_by_op.times,
-    )
-    step_flops = needed * step.batch_size * step.seq_len
+    work, step_flops = step.flops_and_bytes_by_op, needed * step.batch_size * step.seq_len
+    flops = np.bincount(work.at, weights=work.flops * work.times)
     starts, x = [0], [0.0]
     for phase, _, begins, end in phase_intervals(step):
         min_width = UPDATE if phase == "optimizer" else NARROW * bool(phase)
@@ -181,54 +180,58 @@ def step_data(
     }
 
 
-def way_data(candidate: StepMemory, request: PlanRequest) -> list:
-    """Return [peak, cost, name, flags] of one policy that `auto` may choose, for page.js."""
-    flops = relative_flops(candidate.config, request.args.seq_len, request.args.compile)
-    cost = candidate.seconds(request.card) if request.card else flops
-    return [candidate.peak, cost, candidate.config.recompute, trainer_flags(candidate.config)]
+def ways_data(request: PlanRequest) -> list[list]:
+    """Return [peak, cost, name, flags] of each policy that `auto` may choose, the cheapest first,
+    for page.js."""
+    batch_size, card = request.args.batch_size, request.card
+    steps = pareto_frontier(simulate_policies_fastest_first(request.planner, batch_size, card))
+    costs = [
+        step.seconds(card)
+        if card
+        else relative_flops(step.config, step.seq_len, request.args.compile)
+        for step in steps
+    ]
+    return [
+        [step.peak, cost, step.config.recompute, trainer_flags(step.config)]
+        for step, cost in zip(steps, costs, strict=True)
+    ]
 
 
 def policies(request: PlanRequest) -> tuple[dict[str, dict[str, Any]], str]:
     """Return the policies of the page (name -> arguments of `Planner.record`), and the name of the
     policy that is shown first."""
-    config, settings = request.config, dict(POLICIES)
+    config = request.config
     if request.args.use_activation_checkpoint == AUTO:
         config = request.step_with_best_policy().config
-    if config.loss_chunks:  # --loss-chunks sets the number of chunks for all policies
-        del settings["plain"]
-    if config.n_layers == 1:  # one block makes no group of 2
-        del settings["full/2"]
+    # --loss-chunks sets the number of chunks for all policies; one block makes no group of 2.
+    left_out = {"plain": config.loss_chunks > 0, "full/2": config.n_layers == 1}
+    settings = {name: memory for name, memory in POLICIES.items() if not left_out.get(name)}
     settings[config.recompute] = {"recompute": config.recompute, "loss_chunks": config.loss_chunks}
     return settings, config.recompute
 
 
-def page_data(args: argparse.Namespace) -> dict[str, Any]:
-    """Return all numbers of the page, in the form that scripts/page/ reads. Raises UsageError or
-    DataError."""
-    request, labels = make_request(args), Labels()
-    budget, card, n = request.memory_budget, request.card, args.grad_accum_steps
-    settings, first = policies(request)
-    steps = []
-    for name, memory in tqdm(settings.items(), unit="policy", disable=None, leave=False):
-        record = request.planner.record(args.batch_size, **memory)
-        steps.append(step_data(record, name, labels, request))
-    has_budget = bool(card or args.memory_budget)
+def page_data(request: PlanRequest, records: dict[str, StepRecord], first: str) -> dict[str, Any]:
+    """Return all numbers of the page, in the form that scripts/page/ reads. `first`: name of the
+    policy that is shown first."""
+    args, card, labels = request.args, request.card, Labels()
+    budget, n, has_budget = request.memory_budget, args.grad_accum_steps, card or args.memory_budget
     about = [
-        describe(request, f"one of {n} micro-batches of {args.batch_size} x " * (n > 1)),
+        describe(request, f"one of {n} micro-batches of {args.batch_size} x " if n > 1 else ""),
         f"predicted for {card.name}" if card else "predicted",
         f"tensors may take {budget}"
         if has_budget
         else "no budget given (the dashed line is an example)",
     ]
-    if (times := int(record.step_memory.flops_and_bytes_by_op.times.max())) > 1:
+    last = [*records.values()][-1].step_memory
+    if (times := int(last.flops_and_bytes_by_op.times.max())) > 1:
         about.append(f"showing three of the head's {times + 2:,} chunks")
-    ways = pareto_frontier(simulate_policies_fastest_first(request.planner, args.batch_size, card))
+    steps = [step_data(record, name, labels, request) for name, record in records.items()]
     return {
         "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",
         "budget": budget.usable_bytes if has_budget else None,
-        "ways": [way_data(way, request) for way in ways],
-        "first": [*settings].index(first),
+        "ways": ways_data(request),
+        "first": [*records].index(first),
         "kinds": [[LEGEND[kind].split(":")[0], COLORS[kind], LEGEND[kind]] for kind in COLORS],
         "lines": [[line, read_source_line(line)] for line in labels.lines],
         "operators": [*labels.operators],
@@ -255,8 +258,10 @@ def write_page(data: dict[str, Any], command: str) -> str:
 @cli_main
 def main(argv: list[str]) -> None:
     args = parse(argv)
-    command = shlex.join(["python", "-m", "scripts.memory_page", *argv])
-    page = write_page(page_data(args), command)
+    request = make_request(args)
+    settings, first = policies(request)
+    data = page_data(request, record_steps(request, settings), first)
+    page = write_page(data, shlex.join(["python", "-m", "scripts.memory_page", *argv]))
     args.out.parent.mkdir(exist_ok=True)  # (makes out/ for the default)
     args.out.write_text(page, encoding="utf-8")
     print(f"wrote {args.out} ({format_bytes(args.out.stat().st_size)}): open it in a browser")

@@ -19,12 +19,10 @@ if not __package__:  # python scripts/memory_timeline.py: the packages are one f
     import scripts  # noqa: F401
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from planner import StepMemory
 from planner.record import StepRecord
@@ -38,15 +36,15 @@ from scripts.style import (
     WIDTH,
     describe,
     load_pyplot,
+    parse_step,
+    record_steps,
     relative_flops,
     save_picture,
     step_parser,
 )
-from trainer import flags
 from trainer.flags import UsageError, check_policy_string, output_file
 from trainer.metrics import format_bytes
 from trainer.plan import PlanRequest, make_request
-from trainer.pretrained import open_init_from
 
 PHASES = ("forward", "head", "backward")  # (the optimizer's part is too narrow for its name)
 NARROW = 0.12  # share of a panel's width that a phase needs for its name
@@ -69,9 +67,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--out", type=output_file, default=Path("out/memory_timeline.png"), metavar="FILE",
         help="file of the picture; its suffix sets the format (default: %(default)s)")
     # fmt: on
-    args = parser.parse_args(argv)
-    open_init_from(args)
-    return flags.resolve_defaults(args)
+    return parse_step(parser, argv)
 
 
 def policy_or_plain(text: str) -> str:
@@ -82,10 +78,10 @@ def record_all(args: argparse.Namespace) -> tuple[PlanRequest, dict[str, StepRec
     """Return the plan request, and the record of a simulated step with each policy. Raises
     UsageError or DataError."""
     request = make_request(args)
-    each = tqdm(dict.fromkeys(args.policies), unit="policy", disable=None, leave=False)
-    record = partial(request.planner.record, args.batch_size)
     try:
-        return request, {name: record(**POLICIES.get(name, {"recompute": name})) for name in each}
+        return request, record_steps(
+            request, {name: POLICIES.get(name, {"recompute": name}) for name in args.policies}
+        )
     except ValueError as error:  # the policy names more blocks than the model has
         raise UsageError(f"--policies: {error}") from None
 

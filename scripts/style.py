@@ -11,18 +11,21 @@ import platform
 import re
 import shlex
 import time
-from argparse import SUPPRESS, ArgumentParser
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from model import MiniGPTConfig
 from planner.choose import UNIFORM_POLICIES
 from planner.formulas import flops_per_token
-from trainer.flags import UsageError, build_parser
+from planner.record import StepRecord
+from trainer.flags import UsageError, build_parser, resolve_defaults
 from trainer.plan import PlanRequest
+from trainer.pretrained import open_init_from
 
 # Name of a policy in pictures and on memory_page's page -> arguments of `Planner.step`.
 POLICIES: dict[str, dict[str, Any]] = {
@@ -54,6 +57,17 @@ LEGEND = {  # kind -> "name: meaning"
 # Web pages show a picture about 830 pixels wide, whatever its own width. With this WIDTH (inches),
 # text of SMALL (points) is then 16 pixels high, like the text around the picture.
 WIDTH, SMALL = 6.4, 9
+STYLE = {
+    "figure.constrained_layout.use": True,
+    "figure.titlesize": 10,
+    "savefig.dpi": 150,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9.5,
+    "font.size": SMALL,
+    "svg.hashsalt": "minigpt",  # equal numbers give equal files
+}
 # Flags of the trainers that change neither memory nor time of a planned step in one process.
 NO_EFFECT = set(
     "text_key val_data val_ratio max_tokens data_seed on_out_of_memory num_steps num_tokens "
@@ -74,14 +88,31 @@ def step_parser(name: str, description: str) -> ArgumentParser:
     return parser
 
 
+def parse_step(parser: ArgumentParser, argv: list[str] | None) -> Namespace:
+    """Parse the flags of a `step_parser`. Raises UsageError."""
+    args = parser.parse_args(argv)
+    open_init_from(args)
+    return resolve_defaults(args)
+
+
+def record_steps(
+    request: PlanRequest, policies: Mapping[str, dict[str, Any]]
+) -> dict[str, StepRecord]:
+    """Return the record of a simulated step with each policy. `policies`: name -> arguments of
+    `Planner.record`. Raises ValueError for a policy that names more blocks than the model has."""
+    each = tqdm(policies.items(), unit="policy", disable=None, leave=False)
+    batch_size = request.args.batch_size
+    return {name: request.planner.record(batch_size, **memory) for name, memory in each}
+
+
 def describe(request: PlanRequest, batch: str = "") -> str:
     """Describe a planned step: "124M parameters, batch of 8 x 1,024 tokens, bfloat16 on a GPU"."""
     millions = request.planner.n_parameters / 1e6
-    batch = batch or f"batch of {request.args.batch_size} x "
     size = f"{millions:,.{0 if millions > 10 else 2}f}M parameters"
+    batch = batch or f"batch of {request.args.batch_size} x "
     precision = str(request.precision).removeprefix("torch.")
-    device = f"{precision} on a {'CPU' if request.device.type == 'cpu' else 'GPU'}"
-    return f"{size}, {batch}{request.args.seq_len:,} tokens, {device}"
+    device = "CPU" if request.device.type == "cpu" else "GPU"
+    return f"{size}, {batch}{request.args.seq_len:,} tokens, {precision} on a {device}"
 
 
 def relative_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> float:
@@ -101,10 +132,7 @@ def load_pyplot(program: str) -> Any:
     from matplotlib import pyplot as plt
 
     plt.rcdefaults()  # ignore the user's own style
-    style: Any = {"figure.constrained_layout.use": True, "figure.titlesize": 10, "savefig.dpi": 150}
-    style |= {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "minigpt"}
-    style |= {"axes.titlelocation": "left", "axes.titlesize": 9.5, "font.size": SMALL}
-    plt.rcParams.update(style | {"hatch.linewidth": 0.8})
+    plt.rcParams.update(STYLE)
     return plt
 
 

@@ -33,6 +33,7 @@ RARE = [
     LEAN | {"vocabulary": 10007, "width": 152, "mlp": 464, "length": 16},
     LEAN | {"vocabulary": 50257, "width": 152, "mlp": 464, "length": 16},
     LEAN | {"vocabulary": 50257, "width": 1152, "mlp": 4608, "batch": 6, "optimizer": "muon"},
+    LEAN | {"width": 1152, "mlp": 4608, "optimizer": "muon"},
     LEAN | {"precision": "float32", "width": 1152, "mlp": 4608, "optimizer": "muon"},
     SMALL | {"policy": "full"},
     SMALL | {"policy": "selective", "layers": 1, "blocks": 1, "dropout": "on", "processes": 2},

@@ -3,14 +3,13 @@
 import json
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
 from harness.answers import parse
 from harness.calculator import evaluate
 
-from planner import CARDS, Planner
+from planner import CARDS
 from planner.choose import uniform_policies
 from scripts import memory_page, plan_memory
 from trainer.device import MemoryBudget
@@ -71,16 +70,8 @@ def of_auto(flags: str, monkeypatch) -> str | None:
 
 @cache
 def ways_on_the_page(model: str) -> list:
-    """Of which it needs steps alone, no record of each storage."""
-
-    def record(planner, batch_size: int, **memory):
-        return SimpleNamespace(step_memory=planner.step(batch_size, **memory))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Planner, "record", record)
-        patch.setattr(memory_page, "step_data", lambda *_: None)
-        args = memory_page.parse(flags_of(model, 1.0).split())
-        return memory_page.page_data(args)["ways"]
+    args = memory_page.parse(flags_of(model, 1.0).split())
+    return memory_page.ways_data(memory_page.make_request(args))
 
 
 def of_the_page(model: str, flags: str) -> str | None:
