@@ -161,9 +161,12 @@ def describe_device(device: torch.device) -> str:
 
 def about(module: str, argv: list[str], device: torch.device | None = None) -> dict[str, Any]:
     """Return the metadata of a result, with the device if `device` is given."""
-    command = {"command": shlex.join(["python", "-m", module, *argv])}
-    hardware = {"device": describe_device(device)} if device else {}
-    return command | hardware | {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    return {
+        "command": shlex.join(["python", "-m", module, *argv]),
+        **({"device": describe_device(device)} if device else {}),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def describe_about(about: dict[str, Any]) -> str:
