@@ -57,7 +57,7 @@ LEGEND = {  # kind -> "name: meaning"
 # Web pages show a picture about 830 pixels wide, whatever its own width. With this WIDTH (inches),
 # text of SMALL (points) is then 16 pixels high, like the text around the picture.
 WIDTH, SMALL = 6.4, 9
-STYLE = {
+STYLE: Any = {
     "figure.constrained_layout.use": True,
     "figure.titlesize": 10,
     "savefig.dpi": 150,
