@@ -97,8 +97,8 @@ def sum_loss(model: MiniGPT, tokens: np.ndarray, args: argparse.Namespace) -> fl
     T = min(args.seq_len, last)
     with tqdm(total=last, unit="tok", disable=None, leave=False) as bar:
         for first in range(0, last, args.batch_size * T):
-            ids = tokens[first : first + args.batch_size * T + 1].astype(np.int64)
-            ids, n = torch.from_numpy(ids).to(device), len(ids) - 1
+            part = tokens[first : first + args.batch_size * T + 1].astype(np.int64)
+            ids, n = torch.from_numpy(part).to(device), len(part) - 1
             to_full_window = 0, -n % T
             inputs = F.pad(ids[:-1], to_full_window).view(-1, T)
             labels = F.pad(ids[1:], to_full_window, value=-100).view(-1, T)  # -100: not counted

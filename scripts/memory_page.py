@@ -35,12 +35,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from memory import POLICIES as RECOMPUTE
 from memory import recompute_plan_of_config
 from model import MiniGPTConfig
-from planner import Card, Layout, StepMemory
+from planner import Card, Layout
 from planner.choose import pareto_frontier, simulate_policies_fastest_first
 from planner.formulas import flops_per_token
 from planner.op_recorder import Storage
@@ -48,7 +47,15 @@ from planner.record import StepRecord, group_name_and_kind, read_source_line
 from planner.roofline import seconds_of_each_op
 from planner.timeline import phase_intervals
 from scripts import cli_main
-from scripts.style import COLORS, FLAGS_NOTE, LEGEND, POLICIES, describe, relative_flops
+from scripts.style import (
+    COLORS,
+    FLAGS_NOTE,
+    LEGEND,
+    POLICIES,
+    describe,
+    record_steps,
+    relative_flops,
+)
 from trainer.flags import AUTO, output_file
 from trainer.metrics import format_bytes
 from trainer.plan import Plan, plan_for_command
@@ -72,13 +79,10 @@ WORDS = {
 class PageSettings(Settings):
     """The trainers' settings, and the file of the page."""
 
-    out: Path = row(  # fmt: skip
-        Path("out/memory_page.html"),
-        output_file,
-        "the page (default: {default})",
-        metavar="FILE",
-        group="page",
-    )
+    # fmt: off
+    out: Path = row(Path("out/memory_page.html"), output_file, group="page", metavar="FILE",
+        help="the page (default: {default})")
+    # fmt: on
 
 
 def parse(argv: list[str] | None) -> PageSettings:
@@ -130,13 +134,8 @@ def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
     """
     step = record.step_memory
     needed, _ = flops_per_token(step.config, step.seq_len)
-    flops = np.zeros(len(step.timeline) + 1)
-    np.add.at(
-        flops,
-        step.flops_and_bytes_by_op.at,
-        step.flops_and_bytes_by_op.flops * step.flops_and_bytes_by_op.times,
-    )
-    step_flops = needed * step.batch_size * step.seq_len
+    work, step_flops = step.flops_and_bytes_by_op, needed * step.batch_size * step.seq_len
+    flops = np.bincount(work.at, weights=work.flops * work.times)
     starts, x = [0], [0.0]
     for phase, _, begins, end in phase_intervals(step):
         min_width = UPDATE if phase == "optimizer" else NARROW * bool(phase)
@@ -188,38 +187,42 @@ def step_data(record: StepRecord, name: str, labels: Labels, plan: Plan) -> dict
     }
 
 
-def way_data(candidate: StepMemory, plan: Plan) -> list:
-    """Return [peak, cost, name, flags] of one policy that `auto` may choose, for page.js."""
-    flops = relative_flops(candidate.config, plan.settings.seq_len, plan.settings.compile)
-    cost = candidate.seconds(plan.card) if plan.card else flops
-    return [candidate.peak, cost, candidate.config.recompute, trainer_flags(candidate.config)]
+def ways_data(plan: Plan) -> list[list]:
+    """Return [peak, cost, name, flags] of each policy that `auto` may choose, the cheapest first,
+    for page.js."""
+    batch_size, card = plan.settings.batch_size, plan.card
+    steps = pareto_frontier(simulate_policies_fastest_first(plan.planner, batch_size, card))
+    costs = [
+        step.seconds(card)
+        if card
+        else relative_flops(step.config, step.seq_len, plan.settings.compile)
+        for step in steps
+    ]
+    return [
+        [step.peak, cost, step.config.recompute, trainer_flags(step.config)]
+        for step, cost in zip(steps, costs, strict=True)
+    ]
 
 
 def policies(plan: Plan) -> tuple[dict[str, dict[str, Any]], str]:
     """Return the policies of the page (name -> arguments of `Planner.record`), and the name of the
     policy that is shown first."""
-    config, settings = plan.config, dict(POLICIES)
+    config = plan.config
     if plan.settings.use_activation_checkpoint == AUTO:
         config = plan.with_fastest_policy().config
-    if config.loss_chunks:  # --loss-chunks sets the number of chunks for all policies
-        del settings["plain"]
-    if config.n_layers == 1:  # one block makes no group of 2
-        del settings["full/2"]
+    # --loss-chunks sets the number of chunks for all policies; one block makes no group of 2.
+    left_out = {"plain": config.loss_chunks > 0, "full/2": config.n_layers == 1}
+    settings = {name: memory for name, memory in POLICIES.items() if not left_out.get(name)}
     settings[config.recompute] = {"recompute": config.recompute, "loss_chunks": config.loss_chunks}
     return settings, config.recompute
 
 
-def page_data(settings: PageSettings) -> dict[str, Any]:
-    """Return all numbers of the page, in the form that scripts/page/ reads. Raises MiniGPTError or
-    DataError."""
-    plan, labels = plan_for_command(settings, Layout()), Labels()
-    budget, card, n = plan.memory_budget, plan.card, settings.grad_accum_steps
-    shown, first = policies(plan)
-    steps = []
-    for name, memory in tqdm(shown.items(), unit="policy", disable=None, leave=False):
-        record = plan.planner.record(settings.batch_size, **memory)
-        steps.append(step_data(record, name, labels, plan))
-    has_budget = bool(card or settings.memory_budget)
+def page_data(plan: Plan, records: dict[str, StepRecord], first: str) -> dict[str, Any]:
+    """Return all numbers of the page, in the form that scripts/page/ reads. `first`: name of the
+    policy that is shown first."""
+    settings, card, labels = plan.settings, plan.card, Labels()
+    budget, n = plan.memory_budget, settings.grad_accum_steps
+    has_budget = card or settings.memory_budget
     about = [
         describe(plan, f"one of {n} micro-batches of {settings.batch_size} x " if n > 1 else ""),
         f"predicted for {card.name}" if card else "predicted",
@@ -227,15 +230,16 @@ def page_data(settings: PageSettings) -> dict[str, Any]:
         if has_budget
         else "no budget given (the dashed line is an example)",
     ]
-    if (times := int(record.step_memory.flops_and_bytes_by_op.times.max())) > 1:
+    last = [*records.values()][-1].step_memory
+    if (times := int(last.flops_and_bytes_by_op.times.max())) > 1:
         about.append(f"showing three of the head's {times + 2:,} chunks")
-    ways = pareto_frontier(simulate_policies_fastest_first(plan.planner, settings.batch_size, card))
+    steps = [step_data(record, name, labels, plan) for name, record in records.items()]
     return {
         "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",
         "budget": budget.usable_bytes if has_budget else None,
-        "ways": [way_data(way, plan) for way in ways],
-        "first": [*shown].index(first),
+        "ways": ways_data(plan),
+        "first": [*records].index(first),
         "kinds": [[LEGEND[kind].split(":")[0], COLORS[kind], LEGEND[kind]] for kind in COLORS],
         "lines": [[line, read_source_line(line)] for line in labels.lines],
         "operators": [*labels.operators],
@@ -262,13 +266,14 @@ def write_page(data: dict[str, Any], command: str) -> str:
 @cli_main
 def main(argv: list[str]) -> None:
     settings = parse(argv)
-    command = shlex.join(["python", "-m", "scripts.memory_page", *argv])
-    page = write_page(page_data(settings), command)
+    plan = plan_for_command(settings, Layout())
+    shown, first = policies(plan)
+    data = page_data(plan, record_steps(plan, shown), first)
+    page = write_page(data, shlex.join(["python", "-m", "scripts.memory_page", *argv]))
     settings.out.parent.mkdir(exist_ok=True)  # (makes out/ for the default)
     settings.out.write_text(page, encoding="utf-8")
-    print(
-        f"wrote {settings.out} ({format_bytes(settings.out.stat().st_size)}): open it in a browser"
-    )
+    size = format_bytes(settings.out.stat().st_size)
+    print(f"wrote {settings.out} ({size}): open it in a browser")
 
 
 if __name__ == "__main__":

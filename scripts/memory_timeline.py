@@ -14,20 +14,17 @@ The command needs matplotlib: pip install matplotlib
 import os
 import sys
 
-from data.errors import MiniGPTError
-
 if not __package__:  # python scripts/memory_timeline.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from data.errors import MiniGPTError
 from planner import Layout, StepMemory
 from planner.record import StepRecord
 from planner.timeline import KINDS
@@ -41,6 +38,7 @@ from scripts.style import (
     WIDTH,
     describe,
     load_pyplot,
+    record_steps,
     relative_flops,
     save_picture,
 )
@@ -90,10 +88,9 @@ def parse(argv: list[str]) -> PictureSettings:
 def record_all(settings: PictureSettings) -> tuple[Plan, dict[str, StepRecord]]:
     """Return the plan, and the record of a simulated step with each policy. Raises MiniGPTError."""
     plan = plan_for_command(settings, Layout())
-    each = tqdm(dict.fromkeys(settings.policies), unit="policy", disable=None, leave=False)
-    record = partial(plan.planner.record, settings.batch_size)
+    shown = {name: POLICIES.get(name, {"recompute": name}) for name in settings.policies}
     try:
-        return plan, {name: record(**POLICIES.get(name, {"recompute": name})) for name in each}
+        return plan, record_steps(plan, shown)
     except ValueError as error:  # the policy names more blocks than the model has
         raise MiniGPTError(f"--policies: {error}") from None
 

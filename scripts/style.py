@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from data.errors import MiniGPTError
 from model import MiniGPTConfig
 from planner.choose import UNIFORM_POLICIES
 from planner.formulas import flops_per_token
+from planner.record import StepRecord
 from trainer.plan import Plan
 
 # Name of a policy in pictures and on memory_page's page -> arguments of `Planner.step`.
@@ -52,17 +54,36 @@ LEGEND = {  # kind -> "name: meaning"
 # Web pages show a picture about 830 pixels wide, whatever its own width. With this WIDTH (inches),
 # text of SMALL (points) is then 16 pixels high, like the text around the picture.
 WIDTH, SMALL = 6.4, 9
+STYLE: Any = {
+    "figure.constrained_layout.use": True,
+    "figure.titlesize": 10,
+    "savefig.dpi": 150,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9.5,
+    "font.size": SMALL,
+    "svg.hashsalt": "minigpt",  # equal numbers give equal files
+}
 FLAGS_NOTE = "Takes the trainers' flags; many of them do not change the plan."
+
+
+def record_steps(plan: Plan, policies: Mapping[str, dict[str, Any]]) -> dict[str, StepRecord]:
+    """Return the record of a simulated step with each policy. `policies`: name -> arguments of
+    `Planner.record`. Raises ValueError for a policy that names more blocks than the model has."""
+    each = tqdm(policies.items(), unit="policy", disable=None, leave=False)
+    batch_size = plan.settings.batch_size
+    return {name: plan.planner.record(batch_size, **memory) for name, memory in each}
 
 
 def describe(plan: Plan, batch: str = "") -> str:
     """Describe a planned step: "124M parameters, batch of 8 x 1,024 tokens, bfloat16 on a GPU"."""
     millions = plan.planner.n_parameters / 1e6
-    batch = batch or f"batch of {plan.settings.batch_size} x "
     size = f"{millions:,.{0 if millions > 10 else 2}f}M parameters"
+    batch = batch or f"batch of {plan.settings.batch_size} x "
     precision = str(plan.precision).removeprefix("torch.")
-    device = f"{precision} on a {'CPU' if plan.device.type == 'cpu' else 'GPU'}"
-    return f"{size}, {batch}{plan.settings.seq_len:,} tokens, {device}"
+    device = "CPU" if plan.device.type == "cpu" else "GPU"
+    return f"{size}, {batch}{plan.settings.seq_len:,} tokens, {precision} on a {device}"
 
 
 def relative_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> float:
@@ -82,10 +103,7 @@ def load_pyplot(program: str) -> Any:
     from matplotlib import pyplot as plt
 
     plt.rcdefaults()  # ignore the user's own style
-    style: Any = {"figure.constrained_layout.use": True, "figure.titlesize": 10, "savefig.dpi": 150}
-    style |= {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "minigpt"}
-    style |= {"axes.titlelocation": "left", "axes.titlesize": 9.5, "font.size": SMALL}
-    plt.rcParams.update(style | {"hatch.linewidth": 0.8})
+    plt.rcParams.update(STYLE)
     return plt
 
 
@@ -114,9 +132,12 @@ def describe_device(device: torch.device) -> str:
 
 def about(module: str, argv: list[str], device: torch.device | None = None) -> dict[str, Any]:
     """Return the metadata of a result, with the device if `device` is given."""
-    command = {"command": shlex.join(["python", "-m", module, *argv])}
-    hardware = {"device": describe_device(device)} if device else {}
-    return command | hardware | {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    return {
+        "command": shlex.join(["python", "-m", module, *argv]),
+        **({"device": describe_device(device)} if device else {}),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def describe_about(about: dict[str, Any]) -> str:

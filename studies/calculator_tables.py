@@ -61,8 +61,7 @@ def entries(table: dict, in_a_line: int) -> str:
 
 def main() -> None:
     script = SCRIPT.read_text()
-    begin, end = script.index(BEGIN), script.index(END)
-    SCRIPT.write_text(script[:begin] + tables() + script[end:])
+    SCRIPT.write_text(script[: script.index(BEGIN)] + tables() + script[script.index(END) :])
 
 
 if __name__ == "__main__":

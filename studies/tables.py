@@ -13,7 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from tqdm import tqdm
@@ -72,8 +72,11 @@ def ladder_row(name: str) -> dict[str, Any]:
         for column, shape in PEAKS.items()
     }
     timed = f"{PEAKS['124M, B=12']} {flags} --device cuda"
-    seconds = {card: planned(timed, policy, card).seconds for card in CLOCKS}
-    return {"name": name, "peak_bytes": peaks, "seconds": seconds}
+    return {
+        "name": name,
+        "peak_bytes": peaks,
+        "seconds": {card: planned(timed, policy, card).seconds for card in CLOCKS},
+    }
 
 
 def format_ladder(rows: Rows) -> str:
@@ -153,10 +156,10 @@ def format_cards(rows: Rows) -> str:
     for row in sorted(rows, key=lambda row: row["memory_bytes"]):
         sizes = (" / ".join(f"{n:,}" for n in of) for of in row["largest_batch"].values())
         alike[tuple(cell.replace("0 / 0 / 0", "-") for cell in sizes)].append(row["card"])
-    header = ("card", "largest model", "a step", "policy", "peak", "tokens/s", "1B tokens")
     batches = ([", ".join(names), *cells] for cells, names in alike.items())
+    columns = ("card", "largest model", "a step", "policy", "peak", "tokens/s", "1B tokens")
     models = (f"`{model}`" for model in SHAPE_BY_MODEL)
-    return f"{table(header, fastest)}\n\n{table(['', *models], batches)}"
+    return f"{table(columns, fastest)}\n\n{table(['', *models], batches)}"
 
 
 # ---- How long a sequence may be
@@ -176,9 +179,11 @@ def length_row(way: tuple[tuple[str, int, int], str]) -> dict[str, Any]:
     model)."""
     (policy, mlp_chunks, processes), model = way
     clock, budget, group = LENGTHS[model]
-    flags = f"--model {model} --device cuda --memory-budget {budget} --batch-size 1 --dropout 0 "
-    flags += f"--mlp-chunks {mlp_chunks}"
-    flags += f" --nproc-per-node {processes} --sp" * (processes > 1)
+    sharded = f"--nproc-per-node {processes} --sp" if processes > 1 else ""
+    flags = (
+        f"--model {model} --device cuda --memory-budget {budget} --batch-size 1 --dropout 0 "
+        f"--mlp-chunks {mlp_chunks} {sharded}"
+    )
     row = planned(f"{flags} --longest-sequence", policy.replace("K", str(group)), clock)
     tokens = longest_sequence(row) or 0
     then = row.with_flags(**with_length(row.settings, tokens))
@@ -198,15 +203,19 @@ def format_long(rows: Rows) -> str:
     """Return the Markdown table: a row for each entry of KNOBS, the models side by side."""
     lines = defaultdict[str, list[str]](list)
     for row in rows:
-        chunks = ", chunks" * (row["mlp_chunks"] != 1)
-        devices = f", {row['processes']} devices" * (row["processes"] > 1)
-        cells = [f"{row['tokens']:,}", f"{1 + row['replayed']:.2f}", format_time(row["seconds"])]
-        cells.append(format_bytes(row["host_bytes"]) if row["host_bytes"] else "")
-        lines[f"`{row['policy']}`{chunks}{devices}"] += cells
-    header = [""]
-    for model, (clock, budget, _) in LENGTHS.items():
-        header += [f"`{model}`, {budget}: tokens", "FLOPs", f"a step, {clock}", "CPU memory"]
-    return table(header, ([way, *cells] for way, cells in lines.items()))
+        chunks = ", chunks" if row["mlp_chunks"] != 1 else ""
+        devices = f", {row['processes']} devices" if row["processes"] > 1 else ""
+        lines[f"`{row['policy']}`{chunks}{devices}"] += [
+            f"{row['tokens']:,}",
+            f"{1 + row['replayed']:.2f}",
+            format_time(row["seconds"]),
+            format_bytes(row["host_bytes"]) if row["host_bytes"] else "",
+        ]
+    header = (
+        (f"`{model}`, {budget}: tokens", "FLOPs", f"a step, {clock}", "CPU memory")
+        for model, (clock, budget, _) in LENGTHS.items()
+    )
+    return table(["", *chain(*header)], ([way, *cells] for way, cells in lines.items()))
 
 
 # Table -> (function that makes the row of a key, function that formats all rows, keys).
@@ -219,9 +228,10 @@ TABLES: dict[str, tuple[Callable, Callable[[Rows], str], list]] = {
 
 @cli_main
 def main(argv: list[str]) -> None:
-    raw = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(
-        prog="python -m studies.tables", description=__doc__, formatter_class=raw
+        prog="python -m studies.tables",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("table", choices=TABLES, metavar="NAME", help=" or ".join(TABLES))
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write raw numbers there")

@@ -4,19 +4,18 @@
 `-n` with a GPU: its processes would share the GPU's memory, and some tests fill it.
 """
 
-import warnings
 from contextlib import nullcontext
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from harness.fake_cuda import CUDA, fake_cuda
-from harness.on_gpu import DRY, REAL, Bench, shortage
+from harness.on_gpu import DEVICE, ON_GPU, SHAPE, bench_settings, pick, shortage
 from harness.runs import metrics, same, snapshot, torchrun, train, train_here
 from harness.shortage import running_out
 from test_model import tiny
@@ -24,26 +23,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import model
 import train_minimal
-from data import TokenFile, TrainBatches
 from memory import POLICY_NAMES
 from planner import Planner
 from scripts import generate
 from scripts.benchmark import make_run, timed_step
 from trainer.clocks import PeakMemoryClock
 from trainer.device import choose_precision, without_margin
-from trainer.plan import Plan, deeper_policies
+from trainer.plan import Plan
 from trainer.process import OneProcess
 from trainer.run import Run
 
-ON_GPU = torch.cuda.is_available()
+gpu = pytest.mark.gpu
 FUSED_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 KERNELS = [SDPBackend.MATH] + FUSED_KERNELS * ON_GPU
 RUN = (
     "--use-toy-data --log-interval 1 --eval-interval 0 --eval-tokens 1 --sample-tokens 0 "
     "--dropout 0.1 --lr-scheduler constant --warmup-steps 0 --num-steps 3"
 ).split()
-BENCH = Bench(dry=not ON_GPU)
-DEVICE = BENCH.device
 
 
 @pytest.fixture(params=KERNELS, ids=str)
@@ -60,27 +56,23 @@ def in_order(request):
         yield
 
 
-def needs(gib: int) -> None:
-    """Skip the test if the GPU has less free memory. (On a CPU the models are tiny.)"""
-    if ON_GPU and torch.cuda.mem_get_info()[0] < gib * 2**30:
-        pytest.skip(f"needs {gib} GiB of free memory on the GPU")
-
-
 def train_on_it(path: Path, *flags: str) -> int:
     # (Without fused attention the scores of 12 x 1,024 tokens and their masks take 16 to 21 GiB.)
-    needs(10 if torch.backends.cuda.flash_sdp_enabled() else 32)
-    words = BENCH.pick(f"{REAL} --vocab-size 50257", DRY).split()
+    needed = 10 if torch.backends.cuda.flash_sdp_enabled() else 32
+    if ON_GPU and torch.cuda.mem_get_info()[0] < needed * 2**30:
+        pytest.skip(f"needs {needed} GiB of free memory on the GPU")
+    words = f"{SHAPE} {pick('--vocab-size 50257', '')}".split()
     torch.rand(len(flags) + 1, device=DEVICE)  # the random state is somewhere else each time
     return train_minimal.main([*words, *RUN, "--checkpoint-path", str(path), *flags])
 
 
 def plan_of(flags: str) -> Planner:
-    args = BENCH.args(flags)
-    return Plan(args, args.vocab_size, DEVICE, choose_precision(args, DEVICE)).planner
+    asked = bench_settings(flags)
+    return Plan(asked, asked.vocab_size, DEVICE, choose_precision(asked, DEVICE)).planner
 
 
 def after(steps: int, flags: str = "", policy: str = "full", device: torch.device = DEVICE) -> Run:
-    run = make_run(BENCH.args(f"{flags} --batch-size 2", policy), device)
+    run = make_run(bench_settings(f"{flags} --batch-size 2", policy), device)
     for _ in range(steps):
         timed_step(run)
     return run
@@ -88,11 +80,11 @@ def after(steps: int, flags: str = "", policy: str = "full", device: torch.devic
 
 def weights(policy: str, flags: str = "") -> dict[str, torch.Tensor]:
     """After three steps: what one of them left behind, the next one meets."""
-    small = BENCH.pick("--n-layers 3 --seq-len 512", "")
+    small = pick("--n-layers 3 --seq-len 512", "")
     return after(3, f"{small} --dropout 0.1 {flags}", policy).model.state_dict()
 
 
-@pytest.mark.gpu
+@gpu
 @pytest.mark.usefixtures("in_order", "everything_travels")
 def test_policies_give_the_same_bits():
     """With masks of dropout that the GPU's own kernels draw."""
@@ -103,24 +95,40 @@ def test_policies_give_the_same_bits():
             assert same(weights(way), plain), way
 
 
-@pytest.mark.gpu
+@gpu
 @pytest.mark.usefixtures("in_order")
-def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(tmp_path):
-    whole, half = tmp_path / "whole.pt", tmp_path / "half.pt"
-    assert train_on_it(whole) == 0
-    assert train_on_it(half, "--num-steps=1") == 0
-    assert train_on_it(half, "--resume", "--num-steps=3") == 0
-    for key in ("model", "optimizer", "step"):
-        assert same(snapshot(whole)[key], snapshot(half)[key]), key
+@pytest.mark.parametrize("in_holes", [False, True])
+def test_a_run_ends_with_the_same_bits(in_holes, tmp_path, capsys):
+    """Resumed; and with less memory from its second step on, which is whole, or partly in holes
+    between others'."""
+    full, none, resumed, less = paths = [
+        tmp_path / f"{name}.pt" for name in ("full", "none", "resumed", "less")
+    ]
+    for path in (full, none):
+        if ON_GPU:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        assert train_on_it(path, f"--use-activation-checkpoint={path.stem}") == 0
+    assert train_on_it(resumed, "--num-steps=1") == train_on_it(resumed, "--resume") == 0
+    room = sum(metrics(path)[-1]["peak_memory_bytes"] for path in (full, none)) // 2
+    with shortage(2, room, in_holes) as begun:
+        assert train_on_it(less) == 0
+    assert "warning  step 2: out of memory with recompute none; " in capsys.readouterr().out
+    first, *others = (record["recompute"] for record in metrics(less))
+    assert first == "none" and "none" not in others and len({*others}) == 1
+    assert len(begun) > 1 and max(begun) - min(begun) <= 512  # the failed attempts left nothing
+    assert len({tuple(record["train_loss"] for record in metrics(path)) for path in paths}) == 1
+    for path, key in product(paths, ("model", "optimizer", "step")):
+        assert same(snapshot(path)[key], snapshot(none)[key]), (path, key)
 
 
-@pytest.mark.gpu
+@gpu
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_order")
 def test_compiled_code_draws_the_same_masks_from_the_same_seed():
     """In forward and in the replay, whatever was drawn before."""
     flags = "--dropout 0.1 --batch-size 2 --compile"
-    run = make_run(BENCH.args(flags, "selective:1,attn"), DEVICE)
+    run = make_run(bench_settings(flags, "selective:1,attn"), DEVICE)
 
     def step(seed: int) -> list[torch.Tensor]:
         torch.manual_seed(seed)
@@ -135,11 +143,11 @@ def test_compiled_code_draws_the_same_masks_from_the_same_seed():
     assert same(again, first) and not torch.equal(other[0], first[0])
 
 
-@pytest.mark.gpu
+@gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_head_beside_float64(dtype):
-    args = BENCH.args()
-    V, C, N = args.vocab_size, args.d_model, BENCH.pick(1024, 16)
+    shape = bench_settings()
+    V, C, N = shape.vocab_size, shape.d_model, pick(1024, 16)
     x, weight = torch.randn(1, N, C, device=DEVICE), 0.02 * torch.randn(V, C, device=DEVICE)
     labels = torch.randint(V, (1, N), device=DEVICE)
 
@@ -158,14 +166,12 @@ def test_the_head_beside_float64(dtype):
             assert 0 < (a.double() - b).norm() / b.norm() < 0.01
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("policy", BENCH.pick(["none", "full"], ["full"]))
-def test_what_fits_runs_and_what_does_not_says_the_way_out(
-    policy, tmp_path, capsys, monkeypatch, request
-):
+@gpu
+@pytest.mark.parametrize("policy", pick(["none", "full"], ["full"]))
+def test_what_fits_runs_and_what_does_not_says_the_way_out(policy, tmp_path, capsys, request):
     """On a GPU of which torch may have as much as a small card has; on a CPU it is played."""
     planner, path = plan_of("--dropout 0.1"), tmp_path / "run.pt"
-    limit = BENCH.pick(5 * 2**30, planner.step(4).peak)
+    limit = pick(5 * 2**30, planner.step(4).peak)
     if ON_GPU:
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
@@ -173,102 +179,59 @@ def test_what_fits_runs_and_what_does_not_says_the_way_out(
     fits = planner.largest_batch(without_margin(limit, DEVICE.type), 1, recompute=policy)
     flags = f"--batch-size={fits}", f"--use-activation-checkpoint={policy}"
     assert fits > 0 and train_on_it(path, *flags) == 0
-    if not ON_GPU:
-        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        monkeypatch.setattr(train_minimal, "train_step", Mock(side_effect=error))
     more = f"--batch-size={2 * fits + 2}", "--on-out-of-memory=stop"
-    assert train_on_it(path, *flags, *more) == 4
+    with nullcontext() if ON_GPU else running_out(1, (9, False)):
+        assert train_on_it(path, *flags, *more) == 4
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("error: ") and "--batch-size" in line
 
 
-@pytest.mark.gpu
-@pytest.mark.usefixtures("in_order")
-@pytest.mark.parametrize("in_holes", [False, True])
-def test_a_run_that_finds_less_memory_ends_with_the_same_bits(in_holes, tmp_path, capsys):
-    """From its second step on; and what it has is whole, or partly in holes between others'."""
-    full, none, less = paths = [tmp_path / f"{name}.pt" for name in ("full", "none", "less")]
-    for path in (full, none):
-        if ON_GPU:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        assert train_on_it(path, f"--use-activation-checkpoint={path.stem}") == 0
-    room = sum(metrics(path)[-1]["peak_memory_bytes"] for path in (full, none)) // 2
-    with shortage(BENCH, 2, room, in_holes) as begun:
-        assert train_on_it(less) == 0
-    assert "warning  step 2: out of memory with recompute none; " in capsys.readouterr().out
-    first, *others = (record["recompute"] for record in metrics(less))
-    assert first == "none" and "none" not in others and len({*others}) == 1
-    assert len({tuple(record["train_loss"] for record in metrics(path)) for path in paths}) == 1
-    assert all(same(snapshot(less)[key], snapshot(none)[key]) for key in ("model", "optimizer"))
-    assert len(begun) > 1 and max(begun) - min(begun) <= 512  # the failed attempts left nothing
+def alone(flags: str) -> Any:
+    skip = pytest.mark.skipif(ON_GPU, reason="a real GPU is here; the stand-in would hide it")
+    return pytest.param(flags, marks=skip)
 
 
-@pytest.mark.usefixtures("everything_travels")
-def test_offload_is_the_last_way_out():
-    """Of a GPU, which need not be there to be planned for."""
-    args = Bench(dry=True).args("--n-layers 4 --seq-len 256 --batch-size 8")
-    question = Plan(args, args.vocab_size, torch.device("cuda"), torch.bfloat16)
-    ways = [policy for policy, _ in deeper_policies(question, "none")]
-    assert len(ways) > 2 and [way for way in ways if "offload" in way] == ways[-1:]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("flags", ["", "--amp-dtype float16", "--grad-accum-steps 2"])
-def test_python_does_not_wait_in_a_step(flags, tmp_path):
-    """On a GPU or, without one, on the stand-in of a GPU."""
-    file = tmp_path / "ids.npy"
-    with nullcontext() if ON_GPU else fake_cuda():
-        run = after(2, flags, device=CUDA)
-        np.save(file, np.arange(50 * run.settings.seq_len, dtype=np.uint16) % 64)
-        files = [TokenFile.from_path(file, 64)]
-        run.training_batches = TrainBatches(files, 2, run.settings.seq_len, 0, CUDA)
-        timed_step(run)  # from a file, as in a true run
-        run.step += 1
-        torch.cuda.set_sync_debug_mode("warn")  # (this call itself warns)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            losses, _ = train_minimal.train_step(run)
-            waits = [str(one.message) for one in caught]
-            losses[0].item()  # this waits
-        torch.cuda.set_sync_debug_mode("default")
-    assert not any("called a synchronizing" in message for message in waits)
-    assert any("called a synchronizing" in str(one.message) for one in caught)
-
-
-@pytest.mark.skipif(ON_GPU, reason="a real GPU is here; the stand-in would hide it")
 @pytest.mark.usefixtures("everything_travels")
 @pytest.mark.parametrize(
     "flags",
     [
-        "--amp-dtype bfloat16 --use-activation-checkpoint full/2+nested+offload --optimizer muon",
-        "--amp-dtype float16 --use-activation-checkpoint selective:1,mlp --profile 1",
-        "--no-amp --moments-dtype bfloat16",  # memory runs out in its second step
+        *(pytest.param(flags, marks=gpu) for flags in ("", "--amp-dtype float16")),
+        pytest.param("--grad-accum-steps 2", marks=gpu),
+        alone("--amp-dtype bfloat16 --use-activation-checkpoint full/2+nested+offload"),
+        alone("--optimizer muon --use-activation-checkpoint selective:1,mlp --profile 1"),
+        alone("--no-amp --moments-dtype bfloat16"),  # memory runs out in its second step
     ],
 )
-def test_a_run_on_a_gpu_mixes_no_devices_and_waits_for_no_step(flags, path, monkeypatch):
-    """On the stand-in: every phase of a run, a step repeated after memory ran out, and resume."""
+def test_a_run_mixes_no_devices_and_waits_for_no_step(flags, path, monkeypatch):
+    """On a GPU or, without one, on the stand-in of a GPU: every phase of a run, a step repeated
+    after memory ran out, and resume."""
     step, sample = train_minimal.train_step, "--eval-interval=1 --sample-tokens=3".split()
-    runs_out = "--use-activation-checkpoint" not in flags
+    runs_out, kernels = "--no-amp" in flags, set()
 
     def without_waiting(run: Run) -> Any:
-        torch.cuda.set_sync_debug_mode("default" if runs_out else "error")
+        # (On a GPU the first steps load kernels.)
+        may_wait = runs_out or ON_GPU and run.step <= 2
+        torch.cuda.set_sync_debug_mode("default" if may_wait else "error")
         try:
-            return step(run)
+            losses = step(run)
+            if not may_wait:
+                with pytest.raises(RuntimeError, match="called a synchronizing"):
+                    losses[0][0].item()  # this waits
+            return losses
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(train_minimal, "train_step", without_waiting)
-    draw, kernels = model.sample_next_ids, set()
 
     def draw_and_look(*given: Any, **how: Any) -> torch.Tensor:
         backends = torch.backends.cuda
         kernels.add((backends.cudnn_sdp_enabled(), backends.flash_sdp_enabled()))
         return draw(*given, **how)
 
+    draw = model.sample_next_ids
+    monkeypatch.setattr(train_minimal, "train_step", without_waiting)
     monkeypatch.setattr(model, "sample_next_ids", draw_and_look)
     monkeypatch.setattr("trainer.run.policies_to_try", lambda *question: [("full", 2**20)])
-    with fake_cuda(), running_out(2, *[(60, False)] * runs_out):
+    on_it = nullcontext() if ON_GPU else fake_cuda()
+    with on_it, running_out(2, *[(60, False)] * runs_out):
         for more in (["--num-steps=4"], ["--num-steps=5", "--resume"]):
             assert train_here(path, "--device=cuda", *flags.split(), *sample, *more) == 0
         assert generate.main(["--checkpoint-path", str(path), "--max-new-tokens=3"]) == 0
@@ -289,7 +252,7 @@ def test_the_measured_peak_is_that_of_one_step(capsys):
     assert "measured peak 1.0 GiB of tensors; predicted 1.0 GiB" in capsys.readouterr().out
 
 
-@pytest.mark.gpu
+@gpu
 @pytest.mark.usefixtures("everything_travels")
 def test_offload_pins_what_was_planned():
     run = after(2, "", "full+offload")
@@ -298,7 +261,7 @@ def test_offload_pins_what_was_planned():
     assert all(block.is_pinned() == ON_GPU for block in made)
 
 
-@pytest.mark.gpu
+@gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py", "train_sp.py"])
 def test_two_gpus_train_as_one_does(script, tmp_path):

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from harness.calculator import evaluate
 from harness.runs import parse
 
 from data.errors import MiniGPTError
-from planner import CARDS, Layout, Planner
+from planner import CARDS, Layout
 from planner.choose import uniform_policies
 from scripts import memory_page, plan_memory
 from trainer.device import MemoryBudget
@@ -70,16 +69,8 @@ def of_auto(flags: str, monkeypatch) -> str | None:
 
 @cache
 def ways_on_the_page(model: str) -> list:
-    """Of which it needs steps alone, no record of each storage."""
-
-    def record(planner, batch_size: int, **memory):
-        return SimpleNamespace(step_memory=planner.step(batch_size, **memory))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Planner, "record", record)
-        patch.setattr(memory_page, "step_data", lambda *_: None)
-        args = memory_page.parse(flags_of(model, 1.0).split())
-        return memory_page.page_data(args)["ways"]
+    args = memory_page.parse(flags_of(model, 1.0).split())
+    return memory_page.ways_data(memory_page.make_request(args))
 
 
 def of_the_page(model: str, flags: str) -> str | None:

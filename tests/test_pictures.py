@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from itertools import combinations
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -14,10 +15,20 @@ import pytest
 from planner.timeline import KINDS
 from scripts import memory_timeline, plot_metrics
 from scripts.memory_page import along_flops
-from scripts.style import COLORS, save_picture
+from scripts.style import COLORS
 
-SHAPE = "--n-layers 2 --n-heads 2 --d-model 32 --seq-len 32 --batch-size 8".split()
-TINY = [*SHAPE, *"--vocab-size 997 --loss-chunks 2 --device cpu --amp-dtype bfloat16".split()]
+TINY = "--n-layers 2 --n-heads 2 --d-model 32 --seq-len 32 --batch-size 8 --vocab-size 997"
+MODELS = {  # flags -> what the picture says of the step. (No flag for a policy has an effect.)
+    f"{TINY} --device cpu --loss-chunks 2 --amp-dtype bfloat16 --use-activation-checkpoint=full": (
+        "0.06M parameters, batch of 8 x 32 tokens, bfloat16 on a CPU, predicted"
+    ),
+    "--n-layers 1 --d-model 8 --n-heads 1 --seq-len 8 --device cuda": (  # a large head
+        "0.01M parameters, batch of 12 x 8 tokens, bfloat16 on a GPU, predicted"
+    ),
+    "--n-layers 6 --d-model 256 --n-heads 4 --vocab-size 300 --seq-len 64 --no-amp": (
+        "4.83M parameters, batch of 12 x 64 tokens, float32 on a CPU, predicted"
+    ),
+}
 MIB = 2**20
 
 
@@ -27,57 +38,76 @@ def closed(plt):
     plt.close("all")
 
 
-def recorded(words: list[str]):
-    return memory_timeline.record_all(memory_timeline.parse(words))
+def recorded(words: str):
+    return memory_timeline.record_all(memory_timeline.parse(words.split()))
+
+
+def faults(plt, figure) -> list[str]:
+    """What keeps a reader from reading it. Under the words the picture is white, or nearly so."""
+    text, seen = plt.matplotlib.text.Text, []
+    with patch.object(text, "draw", lambda self, *args: seen.append(self)):
+        figure.canvas.draw()
+    brightness = np.asarray(figure.canvas.buffer_rgba())[::-1, :, :3].mean(axis=2)
+    words = [one for one in dict.fromkeys(seen) if one.get_visible() and one.get_text().strip()]
+    boxes = {one: text.get_window_extent(one) for one in words}  # (without an annotation's line)
+    found, whole = [], figure.bbox.padded(0.5)
+    for one, box in boxes.items():
+        if not (whole.contains(box.x0, box.y0) and whole.contains(box.x1, box.y1)):
+            found.append(f"{one.get_text()!r} leaves the picture")
+        x, y = (slice(int(low) + 1, int(high)) for low, high in (box.intervalx, box.intervaly))
+        if brightness[y, x].min() < 220:
+            found.append(f"{one.get_text()!r} lies on a line, a point or a colour")
+    for one, other in combinations(boxes, 2):
+        if boxes[one].padded(-0.5).overlaps(boxes[other].padded(-0.5)):
+            found.append(f"{one.get_text()!r} lies on {other.get_text()!r}")
+    return found
 
 
 # ---- memory over a step
 
 
-def test_timeline_stacks_what_the_planner_counts(plt):
+@pytest.mark.parametrize(("flags", "about"), MODELS.items())
+def test_timeline_shows_what_the_planner_counts_and_can_be_read(plt, flags, about):
     """A panel a policy, whatever policy the flags ask for; each as wide as its FLOPs."""
-    asked, records = recorded([*TINY, "--use-activation-checkpoint=full"])
+    asked, records = recorded(flags)
     figure = memory_timeline.draw(plt, asked, records)
     assert [*records] == ["plain", "none", "cheap", "full"] and {*COLORS} == {*KINDS}
     for (name, record), axis in zip(records.items(), figure.axes, strict=True):
-        step, tops = record.step_memory, np.zeros(len(record.step_memory.timeline))
-        at = np.interp(range(len(tops)), *along_flops(record))
-        for kind, layer in zip(COLORS, axis.collections, strict=True):
-            tops += step.timeline[:, KINDS.index(kind)]
+        step = record.step_memory
+        at = np.interp(range(len(step.timeline)), *along_flops(record))
+        tops = step.timeline[:, [KINDS.index(kind) for kind in COLORS]].cumsum(axis=1)
+        for top, layer in zip(tops.T, axis.collections, strict=True):
             # All its edges are there, at the right place and height (in KiB: MiB are too coarse).
             drawn = {(round(x, 6), round(y * 1024)) for x, y in layer.get_paths()[0].vertices}
-            wanted = zip(at, tops / 1024, strict=True)
-            assert {(round(x, 6), round(y)) for x, y in wanted} <= drawn
+            assert {(round(x, 6), round(y / 1024)) for x, y in zip(at, top, strict=True)} <= drawn
         (marker,) = axis.lines
         assert marker.get_xydata().tolist() == [[at[step.bytes_by_op.argmax()], step.peak / MIB]]
         title = axis.get_title(loc="left")
         assert title.startswith(f"{name}: ") and f"Peak {step.peak / MIB:.1f} MiB" in title
-        names = {words.get_text() for words in axis.get_xticklabels()}
-        assert names >= {"head", "backward"}
-    about = "0.06M parameters, batch of 8 x 32 tokens, bfloat16 on a CPU, predicted"
+        assert len(axis.get_xticks()) > 0
+        for words, x in zip(axis.get_xticklabels(), axis.get_xticks(), strict=True):
+            phase = step.phase_slice(words.get_text())
+            assert x == pytest.approx((at[phase.start] + at[phase.stop]) / 2)
     assert figure.get_suptitle().split("\n")[1] == about
+    assert faults(plt, figure) == []
 
 
-def test_the_command_draws_any_policies(tmp_path, capsys, monkeypatch):
-    """By default where git does not look; a PNG carries its peaks."""
+def test_commands_write_where_git_does_not_look(plt, tmp_path, monkeypatch, capsys):
+    """By default; the same numbers make the same file; a PNG of plans carries its peaks."""
     monkeypatch.chdir(tmp_path)
-    policies = ["--policies", "mlp:1", "full/2"]
-    _, records = recorded([*TINY, *policies])
-    assert memory_timeline.main([*TINY, *policies]) == 0
-    assert capsys.readouterr().out == "wrote out/memory_timeline.png\n"
-    picture = (tmp_path / "out/memory_timeline.png").read_bytes()
-    for name, record in records.items():
-        assert f"{name}: {record.step_memory.peak:,} bytes".encode() in picture
-
-
-def test_the_same_numbers_make_the_same_file(plt, tmp_path):
-    files = tmp_path / "one.png", tmp_path / "two.png"
-    for file in files:
-        figure, axis = plt.subplots()
-        axis.plot([1, 2])
-        save_picture(figure, file)
-    one, two = (file.read_bytes() for file in files)
-    assert one == two
+    metrics = Path("run.metrics.jsonl")  # as a trainer leaves it
+    metrics.write_text("".join(json.dumps(one) + "\n" for one in run(3)))
+    planned = f"{TINY} --policies mlp:1 full/2"
+    commands = {plot_metrics: str(metrics), memory_timeline: planned}
+    for command, words in commands.items():
+        assert command.main(words.split()) == 0
+        picture = Path(capsys.readouterr().out.removeprefix("wrote ").strip())
+        written = picture.read_bytes()
+        assert picture.parent == Path("out") and command.main(words.split()) == 0
+        assert capsys.readouterr().out == f"wrote {picture}\n"
+        assert picture.read_bytes() == written
+    for name, record in recorded(planned)[1].items():
+        assert f"{name}: {record.step_memory.peak:,} bytes".encode() in written
 
 
 @pytest.mark.parametrize(
@@ -92,7 +122,7 @@ def test_what_ends_it_is_one_line_and_leaves_nothing(monkeypatch, capsys, tmp_pa
     monkeypatch.chdir(tmp_path)
     if not flags:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert memory_timeline.main([*TINY, *flags.split()]) == 2
+    assert memory_timeline.main([*TINY.split(), *flags.split()]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert said in line and not list(tmp_path.rglob("*.*"))
 
@@ -117,15 +147,6 @@ def panels(plt, *runs: list[dict], smooth: int | None = None) -> list:
 
 def legend(axis) -> list[str]:
     return [words.get_text() for words in axis.figure.legends[0].get_texts()]
-
-
-def test_curves_are_written_where_git_does_not_look(plt, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    metrics = "run.metrics.jsonl"  # as a trainer leaves it
-    (tmp_path / metrics).write_text("".join(json.dumps(one) + "\n" for one in run(3)))
-    assert plot_metrics.main([metrics]) == 0
-    assert capsys.readouterr().out == "wrote out/metrics.png\n"
-    assert (tmp_path / "out/metrics.png").exists()
 
 
 def test_loss_and_speed_of_each_run(plt):
@@ -159,40 +180,6 @@ def test_marks_of_a_run(plt):
         upright = [one for one in axis.lines if len({*one.get_xdata()}) == 1 < len(one.get_xdata())]
         assert [one.get_xdata()[0] for one in upright] == [50, 30, 40]
     assert legend(panels(plt, records)[0])[1:] == ["cheap:7 by step 30", "full by step 40"]
-
-
-# ---- every picture can be read
-
-MODELS = {
-    "one block, a large head": "--n-layers 1 --d-model 8 --n-heads 1 --seq-len 8",
-    "a small head": "--n-layers 6 --d-model 256 --n-heads 4 --vocab-size 300 --seq-len 64",
-}
-
-
-def faults(plt, figure) -> list[str]:
-    """What keeps a reader from reading it. Under the words the picture is white, or nearly so."""
-    text, seen = plt.matplotlib.text.Text, []
-    with patch.object(text, "draw", lambda self, *args: seen.append(self)):
-        figure.canvas.draw()
-    brightness = np.asarray(figure.canvas.buffer_rgba())[::-1, :, :3].mean(axis=2)
-    words = [one for one in dict.fromkeys(seen) if one.get_visible() and one.get_text().strip()]
-    boxes = {one: text.get_window_extent(one) for one in words}  # (without an annotation's line)
-    found, whole = [], figure.bbox.padded(0.5)
-    for one, box in boxes.items():
-        if not (whole.contains(box.x0, box.y0) and whole.contains(box.x1, box.y1)):
-            found.append(f"{one.get_text()!r} leaves the picture")
-        x, y = (slice(int(low) + 1, int(high)) for low, high in (box.intervalx, box.intervaly))
-        if brightness[y, x].min() < 220:
-            found.append(f"{one.get_text()!r} lies on a line, a point or a colour")
-    for one, other in combinations(boxes, 2):
-        if boxes[one].padded(-0.5).overlaps(boxes[other].padded(-0.5)):
-            found.append(f"{one.get_text()!r} lies on {other.get_text()!r}")
-    return found
-
-
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_timeline_can_be_read(plt, model):
-    assert faults(plt, memory_timeline.draw(plt, *recorded(model.split()))) == []
 
 
 @pytest.mark.parametrize("runs", [1, 22])

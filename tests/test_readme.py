@@ -1,6 +1,5 @@
 """What the READMEs and docs/ say is so; and README.zh-CN.md says what README.md says."""
 
-import inspect
 import re
 import shlex
 import shutil
@@ -15,7 +14,6 @@ from harness.gpt2_folder import write_folder
 from harness.runs import ROOT, run, typed
 from torch.distributed.run import get_args_parser
 
-from model import MiniGPT
 from trainer.flags import build_parser
 
 README, CHINESE = ((ROOT / name).read_text("utf-8") for name in ("README.md", "README.zh-CN.md"))
@@ -49,12 +47,18 @@ def test_every_flag_is_there_and_no_other():
     assert {*found, "-h"} == {action.option_strings[0] for action in parser._actions}
 
 
-def test_the_shown_lines_are_in_the_model():
-    """The README's excerpt, comments left out, is what MiniGPT.forward does."""
-    source = inspect.getsource(MiniGPT.forward)
-    excerpt = README.split("```python\n")[1].split("```")[0]
-    assert "checkpoint(" in excerpt
-    assert all(line.strip() in source for line in excerpt.splitlines())
+@pytest.mark.parametrize(
+    ("text", "begin", "file"),
+    [
+        (README, "```python\n", "model.py"),
+        (DOCS["ladder.md"], "def cheap(block, x, *more):\n", "memory/policies.py"),
+    ],
+)
+def test_shown_code_is_the_code(text, begin, file):
+    """Lines without a comment, in the same order."""
+    shown = [line.strip() for line in text.partition(begin)[2].partition("```")[0].splitlines()]
+    code = iter(line.strip() for line in (ROOT / file).read_text("utf-8").splitlines())
+    assert len(shown) > 1 and all(line in code for line in shown)
 
 
 def anchors(page: Path) -> set[str]:
@@ -116,22 +120,18 @@ SMALL = {
 ELSEWHERE = {"studies.tables", "scripts.lesson", "pytest"}
 
 
-def commands() -> list[str]:
-    """Those in blocks and in cells, as a reader would copy them; each once."""
+def find_commands() -> dict[str, str]:
+    """command -> its program: those in blocks and in cells, as a reader would copy them."""
     blocks = "\n".join(re.findall(r"^```bash\n(.*?)^```", TEXT, re.S | re.M))
     others = re.findall(r"^    .*$|(?<=\| `)python [^`]*(?=` \|$)", without_blocks(TEXT), re.M)
     begin = r"(?m)(?:^ *|&& )(?:OMP_NUM_THREADS=1 )?"
     found = re.findall(begin + "((?:python|torchrun) [^#&\n]+)", "\n".join([blocks, *others]))
-    return list(dict.fromkeys(command.strip() for command in found))
+    program = re.compile(r"train_\w+\.py|(?<=-m )\S+|(?<=python )-c")
+    return {command.strip(): program.findall(command)[0] for command in found}
 
 
-def program(command: str) -> str:
-    found = re.search(r"train_\w+\.py|(?<=-m )\S+|(?<=python )-c", command)
-    assert found, command
-    return found[0]
-
-
-TORCHRUNS = [command for command in commands() if command.startswith("torchrun ")]
+COMMANDS = find_commands()
+TORCHRUNS = [command for command in COMMANDS if command.startswith("torchrun ")]
 
 
 def test_flags_are_known():
@@ -143,7 +143,7 @@ def test_flags_are_known():
 
 
 def made_small(command: str) -> list[str]:
-    name = program(command)
+    name = COMMANDS[command]
     words = f"{command} {SMALL.get('train' if name.startswith('train_') else name, '')}"
     if "--train-data" in words and "--init-from" not in words:
         words += " --tokenizer-name byte"
@@ -159,9 +159,9 @@ def test_commands_run(tmp_path):
     for name in ("train.txt", "val.txt"):
         (fresh / "data" / name).write_text("a line of text for a model to learn from\n" * 500)
     write_folder(fresh / "gpt2")
-    left_out = {*TORCHRUNS} - {*{program(command): command for command in TORCHRUNS}.values()}
-    for command in commands():
-        if program(command) not in ELSEWHERE and command not in left_out:
+    left_out = {*TORCHRUNS} - {*{COMMANDS[command]: command for command in TORCHRUNS}.values()}
+    for command, program in COMMANDS.items():
+        if program not in ELSEWHERE and command not in left_out:
             _, *words = made_small(command)
             result = run([sys.executable, *words], timeout=300, cwd=fresh)
             assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
