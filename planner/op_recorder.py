@@ -89,6 +89,7 @@ class Op(NamedTuple):
     flops: float = 0  # FLOPs of its matrix products, 2 per multiply-add
     precision_index: int = 0  # dtype of its matrix products, as an index into MATMUL_DTYPES
     repeat_count: int = 1  # number of equal operators that this entry represents
+    replayed: bool = False  # in the recomputation of an activation checkpoint
 
 
 class OpRecorder(TorchDispatchMode):
@@ -138,6 +139,12 @@ class OpRecorder(TorchDispatchMode):
     def current_phase(self) -> str:
         """Name of the current phase."""
         return self.phase_marks[-1][1]
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the recomputation of an activation checkpoint runs."""
+        # In backward gradients are enabled only while a recomputation runs.
+        return self.current_phase == "backward" and torch.is_grad_enabled()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
@@ -202,6 +209,7 @@ class OpRecorder(TorchDispatchMode):
             flops=count_flops(schema.name, arguments, results),
             precision_index=precision_index(schema.name, arguments),
             repeat_count=self.times,
+            replayed=self.is_replaying,
         )
         self.ops.append(op)
 
@@ -224,8 +232,7 @@ class OpRecorder(TorchDispatchMode):
         storage = new_storage(tensor, self.n_ops + bool(operator))
         storage.operator = operator.split(".")[0]  # "addmm.default" -> "addmm"
         _, storage.phase, storage.block_index = self.phase_marks[-1]
-        # In backward gradients are enabled only while a recomputation runs.
-        storage.replayed = storage.phase == "backward" and torch.is_grad_enabled()
+        storage.replayed = self.is_replaying
         storage.line = source.file_and_line
         if storage.nbytes:  # skip the empty tensor that torch 2.9's activation checkpoint keeps
             self.storages.append(storage)

@@ -39,7 +39,8 @@ from tqdm import tqdm
 from memory import POLICY_NAMES, MemorySavingGPT
 from model import MLP, MiniGPTConfig
 from planner import KINDS, Planner, StepMemory
-from planner.formulas import head_bytes, recomputed_flops_key
+from planner.choose import recomputed_flops_key
+from planner.formulas import head_bytes
 from scripts import cli_main
 from scripts.checkpoint_from_scratch import run_step
 from scripts.kept_tensors import kept_by_one_block, table
@@ -413,7 +414,7 @@ def gradients_that_wait() -> Measured:
 
 def policy_for_a_card() -> Measured:
     """Compute answer 10: of the policies that fit in 4 GiB, the policy with the fewest FLOPs."""
-    steps = sorted(ways(POLICY_NAMES), key=lambda s: recomputed_flops_key(s.config, SEQ_LEN))
+    steps = sorted(ways(POLICY_NAMES), key=recomputed_flops_key)
     lines = ["policy     FLOPs      peak  in 4 GiB"]
     for step in steps:
         fits = "fits" if step.peak <= BUDGET else "no"

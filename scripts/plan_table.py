@@ -18,8 +18,7 @@ from typing import Any
 
 from memory import recompute_plan_of_config
 from planner import StepMemory
-from planner.choose import nested_checkpoint_policies, uniform_policies
-from planner.formulas import recomputed_flops_key
+from planner.choose import nested_checkpoint_policies, recomputed_flops_key, uniform_policies
 from planner.op_recorder import Storage
 from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_name_and_kind, read_source_line
 from scripts.style import relative_flops
@@ -79,7 +78,7 @@ class Candidate:
         """Sort key; smaller is better. With a card: (seconds, peak bytes). Without a card:
         `recomputed_flops_key`."""
         if self.seconds is None:
-            return recomputed_flops_key(self.step.config, self.step.seq_len)
+            return recomputed_flops_key(self.step)
         return self.seconds, self.step.peak
 
     def changes(self, args: argparse.Namespace) -> dict[str, Any]:
