@@ -46,6 +46,7 @@ RESULT_NAMES_BY_OP: dict[str, dict[str, tuple[str, ...]]] = {
     "sum": {
         "^backward  <": ("gradient of position_embedding's rows",),
         "^backward": ("gradient of bias",),
+        "< head: labels that count;$": ("count",),
     },
     "add": {
         "^backward": ("sum of gradients",),
@@ -61,6 +62,7 @@ RESULT_NAMES_BY_OP: dict[str, dict[str, tuple[str, ...]]] = {
     "zeros_like": {"weight;": ("gradient of the weight",), "": ("sum of losses",)},
     "new_empty": {"^forward head": ("logits of a chunk, then their gradient",)},
     "new_zeros": {"^forward head": ("low-precision copy of the weight, padded",)},
+    "where": {"token ids and labels;": ("target",)},
     "ne": {"^forward head": ("labels that count",)},
     "gather": {"^forward head": ("log-probabilities of the labels",)},
     "mm": {
