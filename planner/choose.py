@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import chain, permutations
 
 from memory import POLICIES, POLICY_NAMES, recompute_plan_of_config
 
@@ -34,18 +34,16 @@ def pick_fastest_fitting_step(
     none = planner.step(batch_size, recompute="none")
     if none.peak <= budget:
         return none
-    steps = simulate_policies_fastest_first(planner, batch_size, card)
-    for step in steps:
+    nested = nested_checkpoint_policies(planner.config.n_layers)
+    too_large = []
+    for step in chain(
+        simulate_policies_fastest_first(planner, batch_size, card),
+        (planner.step(batch_size, recompute=policy) for policy in nested),
+    ):
         if step.peak <= budget:
             return step
-    smallest = min(steps, key=lambda step: step.peak)
-    for nested in nested_checkpoint_policies(planner.config.n_layers):
-        smallest = min(
-            smallest, planner.step(batch_size, recompute=nested), key=lambda step: step.peak
-        )
-        if smallest.peak <= budget:
-            break
-    return smallest
+        too_large.append(step)
+    return min(too_large, key=lambda step: step.peak)
 
 
 def nested_checkpoint_policies(n_layers: int) -> list[str]:

@@ -29,11 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .operators import EMPTY, count_flops, operator_schema, precision_index, tensors_in
 
 PROJECT_FOLDER = Path(__file__).parent.parent
-# During backward the code of these files runs only in recomputations.
-RECOMPUTED_FILES = (
-    "model.py",
-    "memory/policies.py",
-)
 
 
 @dataclass(eq=False)
@@ -76,8 +71,8 @@ PhaseMark = tuple[int, str, int | None]
 class Op(NamedTuple):
     """An operator that ran.
 
-    An operator that returns a view has the name "", and only its `phase_mark` and `call_site` are
-    set.
+    An operator that returns a view has the name "", and only its `phase_mark`, its `call_site` and
+    `replayed` are set.
     """
 
     name: str
@@ -174,7 +169,7 @@ class OpRecorder(TorchDispatchMode):
         operator = "" if schema.is_view else func.__name__
         storages = [self.add_storage(tensor, operator, site) for tensor in results]
         if schema.is_view:
-            self.ops.append(Op("", place, site))
+            self.ops.append(Op("", place, site, replayed=self.is_replaying))
             return
         outputs = [(i, storage) for i, storage in enumerate(storages) if storage.born == number]
         inputs = []
@@ -311,7 +306,7 @@ class CallSiteTracker:
         """Return the call site of the operator that has just run."""
         line = line_of_the_model()
         node = torch._C._current_autograd_node()  # None in forward, and in an optimizer's step
-        if node is None or line.startswith(RECOMPUTED_FILES):
+        if node is None or torch.is_grad_enabled():  # forward, the update, a recomputation
             # If a policy recomputes parts of a block, the block's own forward does not run. So if
             # no module is running, use the block of the phase mark.
             running = self.running[-1] or ("" if block is None else f"blocks.{block}")
