@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import chain, permutations
 
-from memory import POLICIES, POLICY_NAMES
+from memory import POLICIES, POLICY_NAMES, recompute_plan_of_config
 
-from .formulas import recomputed_flops_key
 from .roofline import Card
 from .step import Planner
 from .timeline import StepMemory
@@ -35,18 +34,16 @@ def pick_fastest_fitting_step(
     none = planner.step(batch_size, recompute="none")
     if none.peak <= budget:
         return none
-    steps = simulate_policies_fastest_first(planner, batch_size, card)
-    for step in steps:
+    nested = nested_checkpoint_policies(planner.config.n_layers)
+    too_large = []
+    for step in chain(
+        simulate_policies_fastest_first(planner, batch_size, card),
+        (planner.step(batch_size, recompute=policy) for policy in nested),
+    ):
         if step.peak <= budget:
             return step
-    smallest = min(steps, key=lambda step: step.peak)
-    for nested in nested_checkpoint_policies(planner.config.n_layers):
-        smallest = min(
-            smallest, planner.step(batch_size, recompute=nested), key=lambda step: step.peak
-        )
-        if smallest.peak <= budget:
-            break
-    return smallest
+        too_large.append(step)
+    return min(too_large, key=lambda step: step.peak)
 
 
 def nested_checkpoint_policies(n_layers: int) -> list[str]:
@@ -71,12 +68,22 @@ def simulate_policies_fastest_first(
     """
 
     def cost(step: StepMemory) -> tuple:
-        replayed = recomputed_flops_key(step.config, step.seq_len)
-        return (*((step.seconds(card),) if card else replayed), step.peak)
+        return (*((step.seconds(card),) if card else recomputed_flops_key(step)), step.peak)
 
     names = enumerate_policy_strings(planner.config.n_layers, uniform_policies(planner))
     steps = [planner.step(batch_size, recompute=name) for name in names]
     return sorted(steps, key=cost)
+
+
+def recomputed_flops_key(step: StepMemory) -> tuple[float, int]:
+    """Return a key that sorts policies by cost: (recomputed FLOPs per token, sum of indices).
+
+    The second value breaks ties. It is the sum, over all blocks, of the index of the block's policy
+    in POLICY_NAMES.
+    """
+    policies = recompute_plan_of_config(step.config).policies
+    flops_per_token = step.replayed_flops / (step.batch_size * step.seq_len)
+    return flops_per_token, sum(map(POLICY_NAMES.index, policies))
 
 
 def pareto_frontier(steps: list[StepMemory]) -> list[StepMemory]:

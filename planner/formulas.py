@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from memory import POLICIES, POLICY_NAMES, recompute_plan_of_config
+from memory import POLICIES, recompute_plan_of_config
 from memory.head import VOCAB_MULTIPLE, count_chunks, softmax_slice_rows, weight_rows_per_addmm
 from memory.policies import sizes_of_chunks
 from model import MiniGPTConfig
@@ -191,13 +191,3 @@ def flops_per_token(
             )
     forward = config.n_layers * (sum(flops.values()) + linear) + 2 * config.vocab_size * C
     return 3 * forward, recomputed
-
-
-def recomputed_flops_key(config: MiniGPTConfig, seq_len: int) -> tuple[float, int]:
-    """Return a key that sorts policies by cost: (recomputed FLOPs per token, sum of indices).
-
-    The second value breaks ties. It is the sum, over all blocks, of the index of the block's policy
-    in POLICY_NAMES.
-    """
-    replays = sum(map(POLICY_NAMES.index, recompute_plan_of_config(config).policies))
-    return flops_per_token(config, seq_len)[1], replays

@@ -29,11 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .operators import EMPTY, count_flops, operator_schema, precision_index, tensors_in
 
 PROJECT_FOLDER = Path(__file__).parent.parent
-# During backward the code of these files runs only in recomputations.
-RECOMPUTED_FILES = (
-    "model.py",
-    "memory/policies.py",
-)
 
 
 @dataclass(eq=False)
@@ -76,8 +71,8 @@ PhaseMark = tuple[int, str, int | None]
 class Op(NamedTuple):
     """An operator that ran.
 
-    An operator that returns a view has the name "", and only its `phase_mark` and `call_site` are
-    set.
+    An operator that returns a view has the name "", and only its `phase_mark`, its `call_site` and
+    `replayed` are set.
     """
 
     name: str
@@ -89,6 +84,7 @@ class Op(NamedTuple):
     flops: float = 0  # FLOPs of its matrix products, 2 per multiply-add
     precision_index: int = 0  # dtype of its matrix products, as an index into MATMUL_DTYPES
     repeat_count: int = 1  # number of equal operators that this entry represents
+    replayed: bool = False  # in the recomputation of an activation checkpoint
 
 
 class OpRecorder(TorchDispatchMode):
@@ -139,6 +135,12 @@ class OpRecorder(TorchDispatchMode):
         """Name of the current phase."""
         return self.phase_marks[-1][1]
 
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the recomputation of an activation checkpoint runs."""
+        # In backward gradients are enabled only while a recomputation runs.
+        return self.current_phase == "backward" and torch.is_grad_enabled()
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # not recorded: it does no work, and it is frequent
@@ -167,7 +169,7 @@ class OpRecorder(TorchDispatchMode):
         operator = "" if schema.is_view else func.__name__
         storages = [self.add_storage(tensor, operator, site) for tensor in results]
         if schema.is_view:
-            self.ops.append(Op("", place, site))
+            self.ops.append(Op("", place, site, replayed=self.is_replaying))
             return
         outputs = [(i, storage) for i, storage in enumerate(storages) if storage.born == number]
         inputs = []
@@ -202,6 +204,7 @@ class OpRecorder(TorchDispatchMode):
             flops=count_flops(schema.name, arguments, results),
             precision_index=precision_index(schema.name, arguments),
             repeat_count=self.times,
+            replayed=self.is_replaying,
         )
         self.ops.append(op)
 
@@ -224,8 +227,7 @@ class OpRecorder(TorchDispatchMode):
         storage = new_storage(tensor, self.n_ops + bool(operator))
         storage.operator = operator.split(".")[0]  # "addmm.default" -> "addmm"
         _, storage.phase, storage.block_index = self.phase_marks[-1]
-        # In backward gradients are enabled only while a recomputation runs.
-        storage.replayed = storage.phase == "backward" and torch.is_grad_enabled()
+        storage.replayed = self.is_replaying
         storage.line = source.file_and_line
         if storage.nbytes:  # skip the empty tensor that torch 2.9's activation checkpoint keeps
             self.storages.append(storage)
@@ -304,7 +306,7 @@ class CallSiteTracker:
         """Return the call site of the operator that has just run."""
         line = line_of_the_model()
         node = torch._C._current_autograd_node()  # None in forward, and in an optimizer's step
-        if node is None or line.startswith(RECOMPUTED_FILES):
+        if node is None or torch.is_grad_enabled():  # forward, the update, a recomputation
             # If a policy recomputes parts of a block, the block's own forward does not run. So if
             # no module is running, use the block of the phase mark.
             running = self.running[-1] or ("" if block is None else f"blocks.{block}")

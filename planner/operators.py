@@ -92,9 +92,8 @@ def unify_attention_name(name: str) -> str:
 
 def tensors_in(argument: Any) -> list[Tensor]:
     """Return the tensors in an argument or a result, which is a tensor or a flat list of values."""
-    if isinstance(argument, list | tuple):
-        return [tensor for tensor in argument if isinstance(tensor, Tensor)]
-    return [argument] if isinstance(argument, Tensor) else []
+    values = argument if isinstance(argument, list | tuple) else [argument]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def precision_index(name: str, inputs: dict[str, Any]) -> int:

@@ -46,6 +46,7 @@ RESULT_NAMES_BY_OP: dict[str, dict[str, tuple[str, ...]]] = {
     "sum": {
         "^backward  <": ("gradient of position_embedding's rows",),
         "^backward": ("gradient of bias",),
+        "< head: labels that count;$": ("count",),
     },
     "add": {
         "^backward": ("sum of gradients",),
@@ -61,6 +62,7 @@ RESULT_NAMES_BY_OP: dict[str, dict[str, tuple[str, ...]]] = {
     "zeros_like": {"weight;": ("gradient of the weight",), "": ("sum of losses",)},
     "new_empty": {"^forward head": ("logits of a chunk, then their gradient",)},
     "new_zeros": {"^forward head": ("low-precision copy of the weight, padded",)},
+    "where": {"token ids and labels;": ("target",)},
     "ne": {"^forward head": ("labels that count",)},
     "gather": {"^forward head": ("log-probabilities of the labels",)},
     "mm": {
@@ -163,13 +165,8 @@ def build_step_record(log: OpRecorder, step: StepMemory) -> StepRecord:
         step,
         sorted(storages, key=lambda storage: storage.born),
         operator_names=[op.name for op in log.ops],
-        replay_mask=np.array([is_replay(op) for op in log.ops]),
+        replay_mask=np.array([op.replayed for op in log.ops]),
     )
-
-
-def is_replay(op: Op) -> bool:
-    """Return whether an operator recomputes forward during backward."""
-    return op.phase_mark[1] == "backward" and not op.call_site.is_backward
 
 
 def group_name_and_kind(storage: Storage) -> tuple[str, str]:
@@ -224,11 +221,11 @@ def reason_alive(storage: Storage, reads: list[tuple[Op, str]], is_gradient: boo
         for op, argument in reads
         if (op.phase_mark[1] == "backward" or op.call_site.is_backward)
         and not is_gradient
-        and not (storage.replayed and is_replay(op))
+        and not (storage.replayed and op.replayed)
     ]
     if backward_reads:
         first, module = backward_reads[0][0], backward_reads[0][0].call_site.module
-        if is_replay(first):
+        if first.replayed:
             of_module = f" of {module}" if module else ""
             return f"a replay begins with it: {first.name}{of_module}"
         for op, argument in backward_reads:

@@ -46,6 +46,7 @@ OP_WORK_DTYPE = np.dtype(
         # True: it reads the gradients of earlier micro-batches. Before the update such operators
         # add to these gradients, so the first micro-batch does not run them.
         ("reads_sums", np.bool_),
+        ("replayed", np.bool_),  # True: in the recomputation of an activation checkpoint
     ]
 )
 
@@ -60,6 +61,7 @@ def op_work_table(ops: Sequence[Op], sums: Collection[Storage] = ()) -> np.recar
         (
             *(at, op.flops, op.bytes, op.precision_index, attention.get(op.name, 0)),
             *(op.repeat_count, any(storage in sums for _, storage in op.named_inputs)),
+            op.replayed,
         )
         for at, op in enumerate(ops)
         if op.bytes
@@ -87,6 +89,12 @@ class Segment:
         """Bytes after the segment minus bytes before it."""
         allocated, freed = self.allocated_and_freed_by_kind.sum(axis=(0, 2)).tolist()
         return allocated - freed
+
+    @cached_property
+    def replayed_flops(self) -> float:
+        """FLOPs of the matrix products that recomputations run again."""
+        work = self.flops_and_bytes_by_op
+        return float((work.flops * work.times)[work.replayed].sum())
 
     @cached_property
     def peak_increase(self) -> int:
@@ -247,6 +255,11 @@ class StepMemory:
         for segment, _ in self.segments_and_block_shifts:
             peak, level = max(peak, level + segment.peak_increase), level + segment.net_bytes
         return peak
+
+    @property
+    def replayed_flops(self) -> float:
+        """FLOPs of the matrix products that recomputations run again, in a micro-batch."""
+        return sum(segment.replayed_flops for segment, _ in self.segments_and_block_shifts)
 
     @property
     def kept(self) -> int:

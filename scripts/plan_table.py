@@ -15,8 +15,7 @@ from functools import cache
 from statistics import mode
 from typing import Any
 
-from planner.choose import nested_checkpoint_policies, uniform_policies
-from planner.formulas import recomputed_flops_key
+from planner.choose import nested_checkpoint_policies, recomputed_flops_key, uniform_policies
 from planner.op_recorder import Storage
 from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_name_and_kind, read_source_line
 from scripts.style import relative_flops
@@ -76,7 +75,7 @@ def cost(plan: Plan) -> tuple[float, float]:
     `recomputed_flops_key`."""
     if plan.card:
         return plan.seconds, plan.peak
-    return recomputed_flops_key(plan.config, plan.settings.seq_len)
+    return recomputed_flops_key(plan.step)
 
 
 def changes(plan: Plan, settings: Settings) -> Change:

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from planner import CARDS, Card, cards
-from planner.cards import choose_card
+from planner import CARDS, Card
 from planner.formulas import flops_per_token
 from scripts import benchmark
+from trainer.plan import card_for
 
 SHAPE = (
     "--device cpu --no-amp --vocab-size 211 --n-layers 3 --n-heads 2 --d-model 64 --seq-len 32 "
@@ -21,9 +21,8 @@ SHAPE = (
 
 
 def arguments(flags: str = "", policy: str = "none"):
-    args = benchmark.build_parser().parse_args([*SHAPE, "--steps", "1", *flags.split()])
-    benchmark.check(args)
-    return benchmark.with_policy(args, policy)
+    settings = benchmark.parse([*SHAPE, "--steps", "1", *flags.split()])
+    return settings.replace(use_activation_checkpoint=policy)
 
 
 # 1 TFLOP/s and 1 GB/s: steps of SHAPE wait for bytes.
@@ -33,7 +32,7 @@ CARD = Card("a card", 2**30, (1e12, 1e12, 1e12), 1e9)
 @pytest.fixture(autouse=True)
 def no_measured_card(monkeypatch):
     """It takes three seconds."""
-    monkeypatch.setattr(benchmark, "choose_card", lambda args, device: CARD)
+    monkeypatch.setattr(benchmark, "card_for", lambda *_: CARD)
 
 
 def fake_worker(argv, policy):
@@ -57,7 +56,7 @@ def bench(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_measured_in_processes_of_their_own(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "choose_card", cards.choose_card)
+    monkeypatch.setattr(benchmark, "card_for", card_for)
     monkeypatch.chdir(tmp_path)  # from anywhere
     monkeypatch.setattr(subprocess, "run", partial(subprocess.run, timeout=240))
     flags = "--policies none full --steps 2"
@@ -77,7 +76,7 @@ def test_measured_in_processes_of_their_own(bench, tmp_path, monkeypatch):
 def test_the_allocators_record_agrees_with_the_planner(policy, accumulate):
     args = arguments(f"--grad-accum-steps {accumulate}", policy)
     measured = benchmark.measure(args)["peak_bytes"]
-    assert measured == pytest.approx(benchmark.ask(args).predicted_step.peak, rel=0.02)
+    assert measured == pytest.approx(benchmark.make_plan(args).peak, rel=0.02)
 
 
 def test_medians_stand_beside_predictions(bench):
@@ -92,7 +91,7 @@ def test_medians_stand_beside_predictions(bench):
     assert [row["policy"] for row in done.rows] == ["none", "selective"]
     assert (done.json["runs"], done.json["out of memory"]) == ("3 of 3", "mlp")
     assert done.out.endswith("\nout of memory: mlp\n")
-    planner = benchmark.ask(arguments("--grad-accum-steps 2")).planner
+    planner = benchmark.make_plan(arguments("--grad-accum-steps 2")).planner
     for row in done.rows:
         step = planner.step(8, recompute=row["policy"])
         assert row["step_s"] == len(row["policy"])  # the median
@@ -140,10 +139,10 @@ def test_shares_of_what_a_gpu_can_do(monkeypatch):
         name="NVIDIA A100-SXM4-40GB", total_memory=CARDS["A100 40GB"].memory, major=8
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: here)
-    asked, cuda = benchmark.ask(arguments("--tf32", "full")), torch.device("cuda")
-    card = choose_card(asked.args, cuda)
+    asked, cuda = benchmark.make_plan(arguments("--tf32", "full")), torch.device("cuda")
+    card = card_for(asked.settings, cuda)
     question = replace(asked, device=cuda, precision=torch.float32, card=card)
     row = benchmark.make_row(question, fake_worker([], "full"))
-    needed, replayed = flops_per_token(asked.args.model_config(211), 32)
+    needed, replayed = flops_per_token(asked.settings.model_config(211), 32)
     assert row["mfu"] == pytest.approx(row["tokens_per_s"] * needed / 156e12)
     assert row["hfu"] == pytest.approx(row["mfu"] * (1 + replayed / needed))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases.shapes import WIDE, T
+from cases.shapes import WIDE
 from harness.planned import CARD, measured_peak, planner
 
 from memory import recompute_plan_of_config
@@ -15,10 +15,10 @@ from planner.choose import (
     enumerate_policy_strings,
     nested_checkpoint_policies,
     pick_fastest_fitting_step,
+    recomputed_flops_key,
     simulate_policies_fastest_first,
     uniform_policies,
 )
-from planner.formulas import recomputed_flops_key
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
@@ -30,12 +30,12 @@ def test_auto_takes_the_cheapest_that_fits():
     plan = planner(config)
     ways = simulate_policies_fastest_first(plan, batch_size)
     peaks = [way.peak for way in ways]
-    costs = [recomputed_flops_key(way.config, T) for way in ways]
+    costs = [recomputed_flops_key(way) for way in ways]
     for budget in np.linspace(min(peaks), max(peaks), 4).astype(int).tolist():
         taken = pick_fastest_fitting_step(plan, batch_size, budget)
         assert measured_peak(taken.config, batch_size) <= budget
         best = min(cost for cost, peak in zip(costs, peaks, strict=True) if peak <= budget)
-        assert recomputed_flops_key(taken.config, T) == best
+        assert recomputed_flops_key(taken) == best
     assert pick_fastest_fitting_step(plan, batch_size, max(peaks)).config.recompute == "none"
     nothing = pick_fastest_fitting_step(plan, batch_size, min(peaks) - 1)
     assert nothing.peak == min(peaks)

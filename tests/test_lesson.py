@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from memory import POLICY_NAMES, MemorySavingGPT
 from model import MLP, MiniGPTConfig
 from planner import KINDS, Planner
-from planner.formulas import head_bytes, recomputed_flops_key
+from planner.choose import recomputed_flops_key
+from planner.formulas import head_bytes
 from scripts import checkpoint_from_scratch, kept_tensors, lesson
 from scripts.checkpoint_from_scratch import address, run_step
 from scripts.lesson import EXERCISES, NOT_YET, sections
@@ -147,7 +148,7 @@ def gradients_that_wait() -> Measured:
 
 def policy_for_a_card() -> Measured:
     steps = [PLANNER.step(12, recompute=policy) for policy in POLICY_NAMES]
-    steps.sort(key=lambda step: recomputed_flops_key(step.config, 1024))
+    steps.sort(key=lambda step: recomputed_flops_key(step))
     fits = ["fits" if step.peak <= 4 * GIB else "no" for step in steps]
     cells = [4.0]
     for step, fit in zip(steps, fits, strict=True):

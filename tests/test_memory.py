@@ -241,7 +241,9 @@ def test_flops_equal_those_that_torch_counts(memory, dropout):
     assert found.pop("aten.bmm", 0) == square * (dropout > 0)
     assert sum(found.values()) == expected
     if not dropout:  # (attention's backward computes the scores again)
-        work = planner(config, seq_len=T).step(2).flops_and_bytes_by_op
+        step = planner(config, seq_len=T).step(2)
+        work = step.flops_and_bytes_by_op
+        assert step.replayed_flops == pytest.approx(replayed, rel=1e-12)
         assert work.flops @ work.times == needed + replayed + attention * config.n_layers / 2
 
 

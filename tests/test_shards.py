@@ -1,20 +1,28 @@
 """Sharded over processes: the planner is right about what one of them needs."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from cases.shapes import WIDE
 from harness.answers import BATCH, SHAPE, ask, question, room_for
 from harness.planned import planner
 from harness.runs import parse, start_together
-from harness.sharded import CASES, LONG_CASES
+from harness.sharded import CASES, LONG_CASES, Case, train_step
+from torch import Tensor
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from memory import recompute_plan_of_config
-from planner import Layout
+from memory import MemorySavingGPT, recompute_plan_of_config
+from planner import Layout, Planner
 from planner.choose import pick_fastest_fitting_step
+from planner.shards import GLOO
+from train_fsdp import FSDPProcess
 from trainer.optimizer import make_optimizer
 from trainer.plan import Plan
 
@@ -22,14 +30,27 @@ pytestmark = pytest.mark.usefixtures("everything_travels")
 CPU = torch.device("cpu")
 slow = pytest.mark.slow
 FEW = ["cheap, bfloat16", "none, accumulated", "many positions", "little but weights, rounded"]
-REST = [name for name in CASES if name not in FEW]
+
+
+def planner_of(case: Case, kind: str, n: int) -> Planner:
+    make = partial(
+        make_optimizer, settings=case.settings, device=CPU, precision=torch.float32, sharded=True
+    )
+    return planner(
+        case.config,
+        "fp32" if case.dtype == torch.float32 else "bf16",
+        layout=Layout(kind, world_size=n),
+        seq_len=case.seq_len,
+        accumulates_gradients=case.micro_batches > 1,
+        gather_in_bfloat16=case.gather == "bfloat16",
+        make_optimizer=make,
+    )
 
 
 @pytest.mark.parametrize(
     ("act", "n", "names"),
     [
         ("memory", 2, FEW),
-        *(pytest.param("memory", 2, REST[i::2], marks=slow) for i in (0, 1)),
         ("memory_together", 2, ["sdpa"]),  # of train_sp.py
         *(pytest.param("memory_together", n, [*LONG_CASES], marks=slow) for n in (2, 4)),
     ],
@@ -39,20 +60,65 @@ def test_predicted_peak_is_that_of_real_processes(act, n, names, tmp_path):
     words = ["tests/harness/sharded.py", act, str(path), *names]
     result = start_together(words, n).end(timeout=400)
     assert result.returncode == 0, result.stdout + result.stderr
-    how = {"device": CPU, "precision": torch.float32}
     cases, kind = (CASES, "fsdp") if act == "memory" else (LONG_CASES, "sp")
     for name, peak in json.loads(path.read_text()).items():
-        case = cases[name]
-        more = {"layout": Layout(kind, world_size=n), "seq_len": case.seq_len}
-        more |= {
-            "accumulates_gradients": case.micro_batches > 1,
-            "gather_in_bfloat16": case.gather == "bfloat16",
-        }
-        optimizer = partial(make_optimizer, settings=case.settings, sharded=True, **how)
-        more |= {"make_optimizer": optimizer}
-        precision = "fp32" if case.dtype == torch.float32 else "bf16"
-        step = planner(case.config, precision, **more).step(case.batch_size)
+        step = planner_of(cases[name], kind, n).step(cases[name].batch_size)
         assert 0.98 <= step.peak / peak <= 1.02, name
+
+
+class ProcessOfFakeGroup(FSDPProcess):
+    """Rank 0 of a group whose collectives send nothing."""
+
+    def __init__(self, gather_dtype: str) -> None:
+        self.device, self.gather_dtype = CPU, gather_dtype
+        self.layout = Layout("fsdp")
+
+
+def tracked_peak(case: Case, n: int) -> int:
+    """Return the peak bytes of the second of two steps, by torch's FSDPMemTracker."""
+    dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
+    try:
+        process = ProcessOfFakeGroup(case.gather)
+        with torch.device("meta"):
+            model = MemorySavingGPT(case.config).train()
+        process.allocate_parameters(model)
+        optimizer = make_optimizer(model, case.settings, CPU, torch.float32)
+
+        def batch() -> tuple[Tensor, Tensor]:
+            rows = torch.zeros(case.batch_size, case.seq_len + 1, dtype=torch.int64)
+            return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+        def draw() -> Iterator[tuple[Tensor, Tensor]]:
+            while True:
+                tracker.reset_mod_stats()  # it allows one forward of each module
+                yield batch()
+
+        with FSDPMemTracker(model, optimizer) as tracker:
+            for _ in range(2):
+                train_step(process, model, optimizer, draw(), case.micro_batches, case.dtype)
+        return tracker.get_tracker_snapshot("peak")[CPU]["Total"]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [
+        *((name, 2) for name in FEW),
+        *(pytest.param(name, 2, marks=slow) for name in CASES if name not in FEW),
+        *(pytest.param(name, 3, marks=slow) for name in CASES),
+    ],
+)
+def test_predicted_bytes_are_those_that_torch_tracks(name, n):
+    """All but gloo's buffers, which no tensor has, and the loss, which the trainers free later."""
+    case = CASES[name]
+    record = planner_of(case, "fsdp", n).record(case.batch_size)
+    changes = np.zeros(len(record.operator_names) + 1, np.int64)
+    for storage in record.storages:
+        if storage.name != GLOO:
+            changes[storage.born] += storage.nbytes
+            changes[int(min(storage.died + 1, len(changes) - 1))] -= storage.nbytes
+    assert tracked_peak(case, n) - changes.cumsum()[:-1].max() in (0, 4)
 
 
 # ---- what a process has

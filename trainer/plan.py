@@ -28,9 +28,9 @@ from planner.choose import (
     nested_checkpoint_policies,
     pareto_frontier,
     pick_fastest_fitting_step,
+    recomputed_flops_key,
     simulate_policies_fastest_first,
 )
-from planner.formulas import recomputed_flops_key
 from planner.roofline import LINK_EFFICIENCY, LINKS
 
 from .bootstrap import PROJECT_FOLDER
@@ -403,7 +403,7 @@ class Plan:
         card the text says only that as many sequences per step fit. Return "" if no smaller
         micro-batch fits, or if the largest that fits is not faster than this plan.
         """
-        replays_products = recomputed_flops_key(self.config, self.settings.seq_len)[0] > 0
+        replays_products = recomputed_flops_key(self.step)[0] > 0
         if self.policy == "none" or not (self.card or replays_products):
             # Give no advice. Without a card no time is known. If the step recomputes no matrix
             # product, `none` saves little time, and the matrix products of smaller micro-batches
