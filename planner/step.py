@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -131,7 +131,7 @@ class Planner:
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
         self.few_call_segments: dict[tuple, FewCallSegments] = {}
-        self.largest_batches: dict[tuple, int] = {}
+        self.largest_batch = cache(self.find_largest_batch)
         self.on_simulate: Callable[[], object] = lambda: None  # called before each simulation
         with self.fake:
             self.model = MemorySavingGPT(config, self.device_type, shard).train()
@@ -244,23 +244,18 @@ class Planner:
             self.few_call_segments[key] = FewCallSegments(segments)
         return self.few_call_segments[key]
 
-    def largest_batch(self, budget: int, start: int, host: int | None = None, **memory: Any) -> int:
+    def find_largest_batch(
+        self, budget: int, start: int, host: int | None = None, **memory: Any
+    ) -> int:
         """Return the largest number of sequences with which a step fits in `budget` bytes, or 0.
+
+        `largest_batch` is this method with a cache of its answers.
 
         Args:
             start: number of sequences with which the search begins.
             host: bytes of CPU memory that offload may take; None: unknown, so there is no limit.
             memory: changed settings of the config, as in `step`.
         """
-        key = budget, start, host, replace(self.config, **memory)
-        if key not in self.largest_batches:
-            self.largest_batches[key] = self.find_largest_batch(budget, start, host, **memory)
-        return self.largest_batches[key]
-
-    def find_largest_batch(
-        self, budget: int, start: int, host: int | None = None, **memory: Any
-    ) -> int:
-        """Return the result of `largest_batch`, which remembers it."""
         with_offload = recompute_plan_of_config(replace(self.config, **memory)).offload
         # With fewer than `min_batch` sequences the residual stream is too small for offload. So
         # steps with fewer sequences do not predict steps with larger batches.
