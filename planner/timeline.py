@@ -269,13 +269,12 @@ class StepMemory:
     @property
     def kept_per_block(self) -> float:
         """Bytes that a block keeps for backward, as the mean over all blocks."""
-        of_blocks = [
-            segment
+        kept = (
+            segment.kept_bytes
             for segment, _ in self.segments_and_block_shifts
             if segment.phase_marks[0][2] is not None
-        ]
-        n_blocks = len({block for *_, block in self.phase_marks} - {None})
-        return sum(segment.kept_bytes for segment in of_blocks) / max(1, n_blocks)
+        )
+        return sum(kept) / max(1, len({block for *_, block in self.phase_marks} - {None}))
 
     @property
     def offloaded_sizes(self) -> list[int]:
