@@ -13,8 +13,6 @@ that other programs can reproduce the loss. (--amp-dtype auto computes in the tr
 import os
 import sys
 
-from data.errors import MiniGPTError
-
 if not __package__:  # python scripts/evaluate.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
@@ -33,6 +31,7 @@ from tqdm import tqdm
 
 from data import DataError, TokenFile, Tokenizer
 from data.documents import TOKEN_SUFFIXES, iter_chunked_documents, suffix_of
+from data.errors import MiniGPTError
 from data.files import find_files
 from data.store import take_up_to
 from model import MiniGPT

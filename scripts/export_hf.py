@@ -15,8 +15,6 @@ exported folder.
 import os
 import sys
 
-from data.errors import MiniGPTError
-
 if not __package__:  # python scripts/export_hf.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
@@ -30,6 +28,7 @@ from typing import Any
 import torch
 
 from data import Tokenizer
+from data.errors import MiniGPTError
 from data.tokenizer import EOT_TEXT
 from data.tokenizer_json import to_json
 from model import MiniGPTConfig

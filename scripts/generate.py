@@ -9,8 +9,6 @@ The text appears token by token. A sample ends when the model generates <|endoft
 import os
 import sys
 
-from data.errors import MiniGPTError
-
 if not __package__:  # python scripts/generate.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
@@ -22,6 +20,7 @@ import torch
 from torch.nn.attention import sdpa_kernel
 
 from data import Tokenizer
+from data.errors import MiniGPTError
 from model import MiniGPT
 from scripts import add_snapshot, cli_main, out_of_memory_as
 from trainer.device import GENERATION_KERNELS, choose_device

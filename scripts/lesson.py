@@ -14,8 +14,6 @@ an answer.
 import os
 import sys
 
-from data.errors import MiniGPTError
-
 if not __package__:  # python scripts/lesson.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
@@ -27,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from data.errors import MiniGPTError
 from memory import POLICY_NAMES
 from scripts import cli_main
 from scripts.kept_tensors import kept_by_one_block, table

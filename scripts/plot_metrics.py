@@ -13,8 +13,6 @@ needs matplotlib: pip install matplotlib
 import os
 import sys
 
-from data.errors import MiniGPTError
-
 if not __package__:  # python scripts/plot_metrics.py: the packages are one folder up
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     import scripts  # noqa: F401
@@ -27,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from data.errors import MiniGPTError
 from scripts import cli_main
 from scripts.style import WIDTH, load_pyplot, save_picture
 from trainer.flags import OneLineParser, number_in_range, output_file

@@ -26,9 +26,10 @@ import train_minimal
 from data.errors import MiniGPTError
 from memory import POLICY_NAMES
 from model import MiniGPT, MiniGPTConfig
+from planner import Layout
 from scripts import evaluate, export_hf, generate, plan_memory
 from trainer.check_model import check_model, small_model_and_batch
-from trainer.plan import make_request, predict_and_describe_peaks
+from trainer.plan import plan_for_command, predict
 from trainer.process import OneProcess
 
 ONE = OneProcess(torch.device("cpu"))
@@ -285,7 +286,7 @@ def test_a_plan_says_which_operators_are_others_on_the_device(change, capsys):
 
     words = "--use-toy-data --n-layers=1 --d-model=16 --n-heads=1 --seq-len=16 --device=cuda"
     assert plan_memory.main(words.split()) == 0
-    asked = make_request(parse(words))
-    words, *_ = predict_and_describe_peaks(asked, OneProcess(torch.device("cpu")), asked.config)
+    asked = plan_for_command(parse(words), Layout())
+    _, words = predict(asked, OneProcess(torch.device("cpu")))
     for said in (capsys.readouterr().out, words):
         assert len(re.findall("^note     rms_norm .* on cuda ", said, re.M)) == 1

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -229,7 +230,9 @@ def test_a_run_mixes_no_devices_and_waits_for_no_step(flags, path, monkeypatch):
     draw = model.sample_next_ids
     monkeypatch.setattr(train_minimal, "train_step", without_waiting)
     monkeypatch.setattr(model, "sample_next_ids", draw_and_look)
-    monkeypatch.setattr("trainer.run.policies_to_try", lambda *question: [("full", 2**20)])
+    monkeypatch.setattr(
+        "trainer.run.plans_to_try", lambda *question: [SimpleNamespace(policy="full", peak=2**20)]
+    )
     on_it = nullcontext() if ON_GPU else fake_cuda()
     with on_it, running_out(2, *[(60, False)] * runs_out):
         for more in (["--num-steps=4"], ["--num-steps=5", "--resume"]):

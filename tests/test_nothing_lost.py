@@ -87,7 +87,7 @@ GLOO = RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error: Connection re
 LEAN = "--optimizer=muon --moments-dtype=bfloat16"
 FULL, SILENT, FIVE = "--use-activation-checkpoint", "--log-interval=0", "--save-interval=5"
 OOM, TWO, THREE = "cuda-oom:0:7", "nan:0:5 nan:0:6", "nan:0:12 nan:0:13 nan:0:14"
-DISK = r"cannot save .*run.pt: disk full .*; it needs 0.\d MB, [0-9.,]+ MB are free; make room, "
+DISK = r"cannot save .*run.pt: disk full .*; it needs 0.\d MB, [0-9.,]+ MB are free; make room; "
 NONE = "out of memory with --batch-size 2 --seq-len 16, recompute none; try "
 TWELVE = "in 3 steps in a row, 12 to 14: try a lower --lr than 0.025; --detect-anomaly finds the op"
 ASKED = "asked-in-evaluation:0:{}"

@@ -69,8 +69,8 @@ def of_auto(flags: str, monkeypatch) -> str | None:
 
 @cache
 def ways_on_the_page(model: str) -> list:
-    args = memory_page.parse(flags_of(model, 1.0).split())
-    return memory_page.ways_data(memory_page.make_request(args))
+    settings = memory_page.parse(flags_of(model, 1.0).split())
+    return memory_page.ways_data(plan_for_command(settings, Layout()))
 
 
 def of_the_page(model: str, flags: str) -> str | None:

@@ -10,7 +10,7 @@ from harness.records import each_kind, record
 from harness.runs import ROOT
 
 from scripts import plan_memory, plan_table
-from scripts.plan_table import LINES, at_peak, format_peak, record_step
+from scripts.plan_table import LINES, at_peak, format_peak
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
@@ -39,8 +39,9 @@ def test_groups_are_the_peak_to_the_byte(monkeypatch, way, setting):
 def test_the_document_shows_what_is_listed():
     page = (ROOT / "docs" / "seeing.md").read_text()
     flags = re.search(r"scripts\.plan_memory (.*) --at-peak\n", page)
-    asked, _ = plan_memory.parse_request(flags[1].split())
-    assert format_peak(record_step(asked, None)) in page
+    typed = plan_memory.parse(flags[1].split())
+    record = plan_memory.record_step(plan_memory.make_plan(typed)[0], typed, None)
+    assert format_peak(record) in page
 
 
 def test_the_list_is_of_what_is_recommended():

@@ -32,7 +32,7 @@ from data.errors import MiniGPTError
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from scripts import evaluate, export_hf, generate
-from trainer.build import check_same_on_all_ranks, consistency_facts, set_up_from_settings
+from trainer.build import consistency_facts, raise_if_ranks_differ, set_up_from_settings
 from trainer.pretrained import (
     TRANSFORMERS_TO_MINIGPT,
     load_model_and_tokenizer,
@@ -245,9 +245,7 @@ def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     paths = (folder, folder, write_folder(tmp_path / "other", tensors))
     common = (run.settings, run.process, run.precision)
     with pytest.raises(MiniGPTError, match="--init-from: rank 0 has .*, rank 2 has .*same w"):
-        check_same_on_all_ranks(
-            [consistency_facts(*common, open_pretrained(path)) for path in paths]
-        )
+        raise_if_ranks_differ([consistency_facts(*common, open_pretrained(path)) for path in paths])
 
 
 def test_a_run_starts_from_a_snapshot(run, text, tmp_path, capsys):
