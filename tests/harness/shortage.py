@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import train_minimal
 import trainer.run
 from trainer.clocks import LiveStorages
+from trainer.plan import Plan
 from trainer.run import Run
 from trainer.shutdown import run_safely
 
@@ -110,6 +111,14 @@ def running_out_again(at: int, error: Exception) -> Iterator[list[int]]:
 PLACES = ("rehearsed", "data", "early", "last", "buckets", "sharded")
 
 
+def plans_of_flags(run: Run) -> list[Plan]:
+    """Return the plan of the run's flags, and its `deeper` plans."""
+    where = run.process.device, run.precision
+    vocab_size, layout = run.model.config.vocab_size, run.process.layout
+    plan = Plan(run.settings, vocab_size, *where, layout=layout)
+    return [plan, *plan.deeper()]
+
+
 def strike(place: str, run: Run) -> Callable[[], None]:
     """Make the next step run out of memory once at `place`, mostly at a random operator. Return a
     function that undoes the change.
@@ -122,7 +131,7 @@ def strike(place: str, run: Run) -> Callable[[], None]:
     if place in ("rehearsed", "data", "early"):
         run.model.config = run.settings.model_config(run.model.config.vocab_size)
         kept: Any = run  # planned at the first strike
-        kept.first_plans = getattr(run, "first_plans", None) or [*run.plans]
+        kept.first_plans = getattr(run, "first_plans", None) or plans_of_flags(run)
         run.plans = kept.first_plans
 
     def attempt(at: int | None, average: bool) -> tuple[list[torch.Tensor], int]:
