@@ -132,7 +132,6 @@ class Planner:
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
         self.few_call_segments: dict[tuple, FewCallSegments] = {}
-        self.largest_batches: dict[tuple, int] = {}
         with self.fake:
             self.model = MemorySavingGPT(config, self.device_type, shard).train()
             # A changed model.py may have different blocks, or blocks that share weights.
@@ -252,15 +251,6 @@ class Planner:
             host: bytes of CPU memory that offload may take; None: unknown, so there is no limit.
             memory: changed settings of the config, as in `step`.
         """
-        key = budget, start, host, replace(self.config, **memory)
-        if key not in self.largest_batches:
-            self.largest_batches[key] = self.find_largest_batch(budget, start, host, **memory)
-        return self.largest_batches[key]
-
-    def find_largest_batch(
-        self, budget: int, start: int, host: int | None = None, **memory: Any
-    ) -> int:
-        """Return the result of `largest_batch`, which remembers it."""
         with_offload = recompute_plan_of_config(replace(self.config, **memory)).offload
         # With fewer than `min_batch` sequences the residual stream is too small for offload. So
         # steps with fewer sequences do not predict steps with larger batches.

@@ -73,13 +73,14 @@ Row = dict[str, Any]
 WARM_UP = 2
 
 
-def refused(default: str | None, reason: str) -> Any:
+def refused(default: str | None, reason: str, metavar: str, group: str = "") -> Any:
     """Return the row of a flag of the trainers that this command refuses."""
 
     def refuse(text: str) -> None:
         raise argparse.ArgumentTypeError(reason)
 
-    return row(default, refuse, f"not here: {reason}", nargs="?", const="")
+    options: dict[str, Any] = {"metavar": metavar, "group": group, "nargs": "?", "const": ""}
+    return row(default, refuse, f"not here: {reason}", **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +88,12 @@ class BenchmarkSettings(Settings):
     """The trainers' settings, and what to measure."""
 
     # fmt: off
-    use_activation_checkpoint: str = refused("none", "--policies names the policies to measure")
-    card: str | None = refused(None, "this machine's own device is measured; leave --card out")
+    use_activation_checkpoint: str = refused("none",
+        "--policies names the policies to measure", metavar="POLICY", group="memory")
+    card: str | None = refused(None,
+        "this machine's own device is measured; leave --card out", metavar="NAME")
     memory_budget: int | None = refused(None,
-        "plan_memory names the largest batch that fits; --batch-size measures it")
+        "plan_memory names the largest batch that fits; --batch-size measures it", metavar="SIZE")
     policies: tuple[str, ...] = row(tuple(POLICY_NAMES), check_policy_string, group="benchmark",
         nargs="+", metavar="POLICY", help=f"(default: {' '.join(POLICY_NAMES)})")
     steps: int = row(5, number_in_range(int, 1, 10**6),

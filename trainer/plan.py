@@ -269,7 +269,7 @@ class Plan:
         usable = self.memory_budget.usable_bytes
         return sys.maxsize if usable is None else usable
 
-    @property
+    @cached_property
     def largest_batch(self) -> int:
         """Number of sequences in the largest micro-batch that fits; 0: not even one fits."""
         if self.state_bytes >= self.usable_bytes:  # no simulation needed

@@ -338,7 +338,7 @@ def open_init_from(settings: S) -> tuple[Pretrained | None, S]:
             "and cannot see further"
         )
     # These flags count as typed, as with --model, so that nothing else changes them.
-    return source, settings.replace(**required, typed=settings.typed | required.keys())
+    return source, settings.replace(**required, typed=frozenset({*settings.typed, *required}))
 
 
 def read_vocab_size(path: Path) -> int:
