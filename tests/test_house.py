@@ -22,17 +22,17 @@ FLOOR["data"] = FLOOR["planner"]
 # wrapped call cost nothing, so no limit ever shortens a word. A limit of a file would make files
 # split; one of a room makes them simpler.
 ROOMS = {
-    "the root": 402,
-    "memory": 533,
-    "planner": 1_094,
-    "trainer": 2_439,
-    "data": 710,
-    "scripts": 1_431,
-    "studies": 97,
-    "all without tests": 6_705,
-    "tests": 6_426,
+    "the root": 401,
+    "memory": 528,
+    "planner": 1_093,
+    "trainer": 2_436,
+    "data": 707,
+    "scripts": 1_280,
+    "studies": 86,
+    "all without tests": 6_531,
+    "tests": 6_362,
 }
-FILES_IN = {"trainer": 18, "scripts": 15}
+FILES_IN = {"trainer": 19, "scripts": 15}
 # Of a file: what is read from top to bottom, and pages.
 FILES_READ = {
     "README.md": 160,
@@ -153,10 +153,10 @@ def test_the_tests_that_are_run_twice_are_there():
 
 
 def test_functions_fit_on_a_screen():
-    """Docstrings left out; and but for one table, the flags."""
+    """Docstrings left out."""
     for name in FILES:
         for node in ast.walk(tree(name)):
-            if isinstance(node, ast.FunctionDef) and node.name != "build_parser":
+            if isinstance(node, ast.FunctionDef):
                 described = len((ast.get_docstring(node, clean=False) or "").splitlines())
                 length = (node.end_lineno or 0) - node.lineno + 1 - described
                 assert length <= 60, f"{name}: {node.name}"

@@ -237,6 +237,7 @@ def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     assert same(run.model.state_dict(), load_model_and_tokenizer(folder, CPU)[0].state_dict())
     assert (run.step, run.settings.seq_len, run.data.tokenizer.vocab_size) == (0, 32, 257)
     assert run.model.config.dropout == 0.1 and not run.optimizer.state  # the run's own
+    assert hash(run.settings)  # as the cache of planners needs it
     assert run.settings.lr == pytest.approx(0.04 / 16)
     assert f"weights  {folder}, as transformers writes them" in capsys.readouterr().out
 
