@@ -30,7 +30,7 @@ ROOMS = {
     "scripts": 1_280,
     "studies": 86,
     "all without tests": 6_531,
-    "tests": 6_362,
+    "tests": 6_364,
 }
 FILES_IN = {"trainer": 19, "scripts": 15}
 # Of a file: what is read from top to bottom, and pages.
