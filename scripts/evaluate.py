@@ -56,9 +56,7 @@ def read_ids(path: Path, tokenizer: Tokenizer, text_key: str) -> Iterator[np.nda
         return
     if tokenizer.name == "toy":
         raise DataError(f"--val-data {path}: this model learned numbers, not text")
-    for document in iter_chunked_documents(path, text_key):
-        yield np.array([tokenizer.eot_id], np.uint32)
-        yield from map(tokenizer.encode, document)
+    yield from tokenizer.encode_documents(iter_chunked_documents(path, text_key))
 
 
 def read_data(
