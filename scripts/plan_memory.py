@@ -70,12 +70,6 @@ from trainer.settings import Settings, check_layout, resolve, row
 
 PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # the total is not known in advance
 DEEPER = 2  # largest number of policies that the line of `deeper_words` names
-SCRIPT_BY_KIND = {
-    "one": "train_minimal.py",
-    "ddp": "train_ddp.py",
-    "fsdp": "train_fsdp.py",
-    "sp": "train_sp.py",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +112,8 @@ class PlanSettings(Settings):
     @property
     def script(self) -> str:
         """The trainer that is planned."""
-        return SCRIPT_BY_KIND[self.layout.kind]
+        kind = self.layout.kind
+        return f"train_{'minimal' if kind == 'one' else kind}.py"
 
 
 def parse(argv: list[str]) -> PlanSettings:

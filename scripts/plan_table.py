@@ -343,7 +343,7 @@ def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
     }
 
 
-def in_words(group: dict[str, Any]) -> tuple[str, str, str, str]:
+def cells_of(group: dict[str, Any]) -> tuple[str, str, str, str]:
     """Return the cells of a group: ("12 x blocks.*.mlp.c_fc: output", "12288x3072 bf16", line,
     why)."""
     times = f"{group['count']} x " if group["count"] > 1 else ""
@@ -359,7 +359,7 @@ def format_peak(record: StepRecord) -> str:
     above the table names the phase and the block of the peak."""
     groups, peak = at_peak(record), record.step_memory.peak
     shown = groups if len(groups) <= LINES else groups[: LINES - 1]
-    rows = [(group["bytes"], *in_words(group)) for group in shown]
+    rows = [(group["bytes"], *cells_of(group)) for group in shown]
     if others := groups[len(shown) :]:
         rest, n = (sum(group[key] for group in others) for key in ("bytes", "count"))
         rows.append((rest, f"and {n} others", "", "", ""))
