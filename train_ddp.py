@@ -28,7 +28,6 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` o
 import trainer.bootstrap  # noqa: F401  # sets signal handlers and environment variables
 
 # isort: split
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -107,13 +106,6 @@ class DDPProcess(TorchrunProcess):
         else:
             set_expanded_zero_grads(self.wrapper)
             self.buckets_are_final = True
-
-    def close(self) -> None:
-        # DDP's threads must end before the connections that they use. In the other order, a run
-        # that has finished can still abort at exit.
-        del self.wrapper
-        gc.collect()
-        super().close()
 
 
 def set_expanded_zero_grads(model: nn.Module) -> None:

@@ -22,15 +22,15 @@ FLOOR["data"] = FLOOR["planner"]
 # wrapped call cost nothing, so no limit ever shortens a word. A limit of a file would make files
 # split; one of a room makes them simpler.
 ROOMS = {
-    "the root": 401,
+    "the root": 397,
     "memory": 528,
     "planner": 1_093,
-    "trainer": 2_436,
+    "trainer": 2_434,
     "data": 707,
     "scripts": 1_278,
     "studies": 86,
-    "all without tests": 6_529,
-    "tests": 6_364,
+    "all without tests": 6_523,
+    "tests": 6_368,
 }
 FILES_IN = {"trainer": 19, "scripts": 15}
 # Of a file: what is read from top to bottom, and pages.

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,22 @@ def whole(steps: int = 20, trainer: str = "") -> Path:
     if trainer == "train_sp":
         return undisturbed_together(*flags, script=trainer)
     return undisturbed(*flags)
+
+
+ENDS = """
+import atexit, sys, threading
+from trainer.torchrun import main_and_exit
+atexit.register(print, "cleaned up")
+print("done")
+main_and_exit(lambda: int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 4])
+def test_a_process_ends_without_pythons_clean_up(code):
+    """Which aborts now and then, if a thread of gloo is still at work. What is printed arrives."""
+    result = run([sys.executable, "-c", ENDS, str(code)])
+    assert (result.returncode, result.stdout) == (code, "done\n"), result.stderr
 
 
 def ends_as_whole(path: Path) -> bool:
@@ -371,8 +388,10 @@ def test_from_one_trainer_to_another(path, parts):
 def test_finished_runs_exit_0(tmp_path, thorough):
     """A run that has finished can still abort while it takes its connections down."""
     times = 20 if thorough else 4
-    commands = [by_torchrun(tmp_path / f"{i}.pt", "--num-steps=5", script="train_ddp.py")
-                for i in range(times)]  # fmt: skip
+    commands = [
+        by_torchrun(tmp_path / f"{i}.pt", "--num-steps=5", script=f"train_{kind}.py")
+        for i, kind in zip(range(times), cycle(("ddp", "fsdp")), strict=False)
+    ]
     with ThreadPoolExecutor(4) as pool:  # they are each other's load
         results = list(pool.map(lambda command: run(command, timeout=400), commands))
     assert [result.returncode for result in results] == [0] * times, results

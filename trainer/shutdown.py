@@ -59,8 +59,7 @@ def run_safely(
                 code = train_and_report(run, train)
             finally:
                 finish_wandb()
-        process = run.process
-        run = None  # frees DDP's wrapper, which must be freed before its connections close
+        process, run = run.process, None  # from here on, no hint at --resume
         process.close()
         return code
     except MiniGPTError as error:

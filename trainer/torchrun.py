@@ -9,6 +9,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, NoReturn
@@ -249,16 +250,19 @@ def reason(error: Exception) -> str:
 
 
 def main_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Run `main` and exit with its code. After an error, end this process without any clean-up."""
+    """Run `main` and exit with its code. End this process without Python's own clean-up.
+
+    After an error, the clean-up would wait for a collective with other processes, and these wait
+    for this process. (torchrun sees the exit code and ends them.) After a success, it could abort
+    the process: FSDP's process group outlives `main`, and a thread of gloo that frees a tensor
+    while Python ends is "terminated without an active exception".
+    """
     try:
         code = main()
     except Exception:
         code = 1
         traceback.print_exc()
-    if code != 0:
-        # Do not call sys.exit here: Python would wait for a collective with other processes, and
-        # these wait for this process. torchrun sees the exit code and ends the other processes.
+    with suppress(OSError):  # the program that reads the output has ended
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-    sys.exit(0)
+    os._exit(code)
