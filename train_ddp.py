@@ -40,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from model import MiniGPT
 from train_minimal import train
+from trainer.reproducible_sums import pairwise_all_reduce_hook
 from trainer.settings import Settings
 from trainer.shutdown import run_safely
 from trainer.torchrun import TorchrunProcess, main_and_exit, print_error_once
@@ -58,6 +59,7 @@ class DDPProcess(TorchrunProcess):
     def __init__(self, settings: Settings):
         super().__init__(settings)
         self.compress_gradients = settings.compress_gradients
+        self.reproducible_sums = settings.reproducible_sums
         # flag               is set to True by                        is read by
         # will_average       gradient_sync; False when it ends        the forward hook of `wrap`
         # sends_gradients    the forward hook; False after backward   can_retry_alone
@@ -73,6 +75,12 @@ class DDPProcess(TorchrunProcess):
         # This hook runs when the model's forward ends (in evaluation `will_average` is False). Just
         # after that, DDP's own forward prepares DDP to send gradients.
         model.register_forward_hook(lambda *_: setattr(self, "sends_gradients", self.will_average))
+        if self.reproducible_sums and self.layout.world_size > 1:
+            stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+            # (The lambda hides annotations that are strings, which DDP rejects.)
+            self.wrapper.register_comm_hook(
+                (group, stream), lambda state, bucket: pairwise_all_reduce_hook(state, bucket)
+            )
         if self.compress_gradients and self.layout.world_size > 1:
             # (Without NCCL, DDP rejects `bf16_compress_hook` by its name, although the hook works
             # with gloo. A lambda hides the name.)

@@ -18,9 +18,8 @@ rows that it keeps. The price is communication: a block's weights are sent twice
 batch. (DDP does not send weights.) Gradients are sent once per step, as with DDP. Until then, a
 process has whole gradients if --grad-accum-steps is above 1.
 
-Everything else is as in train_ddp.py: the same data in the same order, and the same results. With
-two processes the results are equal to the bit (docs/reliability.md). With more processes they are
-equal up to rounding, because gradients are summed in another order.
+Everything else is as in train_ddp.py. The results are bitwise equal with two processes or with
+--reproducible-sums, and else equal up to the rounding of sums (docs/reliability.md).
 """
 
 import os
@@ -47,6 +46,7 @@ from data.errors import MiniGPTError
 from model import MiniGPT
 from planner.shards import block_group_params, find_position_embeddings
 from train_minimal import train
+from trainer.reproducible_sums import PairwiseReduceScatter
 from trainer.settings import Settings
 from trainer.shutdown import run_safely
 from trainer.torchrun import TorchrunProcess, main_and_exit, print_error_once
@@ -65,6 +65,7 @@ class FSDPProcess(TorchrunProcess):
     def __init__(self, settings: Settings):
         super().__init__(settings)
         self.gather_dtype = settings.gather_dtype
+        self.reproducible_sums = settings.reproducible_sums
         if self.device.type == "cuda" and not dist.is_nccl_available():
             raise MiniGPTError(
                 f"{self.script} needs NCCL on GPUs, which Windows lacks: train_ddp.py"
@@ -83,11 +84,9 @@ class FSDPProcess(TorchrunProcess):
         # this flag the LayerNorms of all blocks belong to the rest.
         self.group = cast(dist.ProcessGroup, self.new_nccl_group() or dist.group.WORLD)
         mesh = DeviceMesh.from_group(self.group, self.device.type)
-        in_bfloat16 = self.gather_dtype == "bfloat16"
-        bfloat16_policy = MixedPrecisionPolicy(
-            torch.bfloat16, torch.float32, cast_forward_inputs=False
-        )
-        policy = bfloat16_policy if in_bfloat16 else MixedPrecisionPolicy()
+        in_bfloat16, policy = self.gather_dtype == "bfloat16", MixedPrecisionPolicy()
+        if in_bfloat16:
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         in_tables = nn.ModuleList(find_position_embeddings(model)).parameters()
         gathered_apart = {*in_tables, *block_group_params(model.blocks, in_bfloat16)}
         # Shard the model before its blocks: `fully_shard(model)` skips all of a sharded block, also
@@ -96,15 +95,15 @@ class FSDPProcess(TorchrunProcess):
         for table in find_position_embeddings(model):
             fully_shard(table, mesh=mesh).set_unshard_in_backward(False)
         for block in model.blocks:
-            fully_shard(
-                block,
-                mesh=mesh,
-                mp_policy=policy,
-                ignored_params={*block.parameters()} - gathered_apart,
-            )
+            rest = {*block.parameters()} - gathered_apart
+            fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=rest)
         # gloo may compute SUM instead of AVG (pytorch#162338). So FSDP sums and divides by N.
-        for module in (model, *find_position_embeddings(model), *model.blocks):
-            cast(FSDPModule, module).set_force_sum_reduction_for_comms(True)
+        groups: Any = (model, *find_position_embeddings(model), *model.blocks)
+        for group in groups:
+            group.set_force_sum_reduction_for_comms(True)
+            if self.reproducible_sums:
+                group.set_gradient_divide_factor(1.0)  # `accumulate` divides by N
+                group.set_custom_reduce_scatter(PairwiseReduceScatter())
         # Allocate memory only now, when the model is sharded: no process ever has the whole model.
         super().allocate_parameters(model)
         self.sharded_model = cast(FSDPModule, model)
@@ -114,10 +113,16 @@ class FSDPProcess(TorchrunProcess):
         # (src_data_rank=None: every process has the whole tensor, so no process has to send parts.)
         return distribute_tensor(whole.to(self.device), mesh, placements, src_data_rank=None)
 
+    def own_batch_ids(self, ids: range) -> range:
+        # --reproducible-sums: processes sum neighbouring ids in each micro-batch, so that the sums
+        # that are kept are shards.
+        in_turn = ids[self.rank :: self.layout.replicas]
+        return in_turn if self.reproducible_sums else super().own_batch_ids(ids)
+
     @contextmanager
     def gradient_sync(self, enabled: bool) -> Iterator[None]:
         # Before the last micro-batch, each process sums its own whole gradients, as with DDP.
-        self.sharded_model.set_requires_gradient_sync(enabled)
+        self.sharded_model.set_requires_gradient_sync(enabled or self.reproducible_sums)
         yield
 
     def grad_norm(self, gradients: list[Tensor]) -> Tensor:
@@ -135,10 +140,8 @@ class FSDPProcess(TorchrunProcess):
         )
 
     def full_tensor_on_rank0(self, shard: DTensor) -> Tensor | None:
-        """Gather a sharded tensor. Rank 0 returns the whole tensor, on the CPU; others return None.
-
-        All processes must call this together.
-        """
+        """Gather a sharded tensor, in all processes together. Rank 0 returns the whole tensor, on
+        the CPU; others return None."""
         tensor = shard.full_tensor()
         return tensor.cpu() if self.rank == 0 else None
 

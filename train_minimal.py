@@ -103,31 +103,32 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
     then averaged over all processes. Without `average` they stay this process's own gradients.
     """
     settings, layout, clock = run.settings, run.process.layout, run.clock
-    losses = []
-    for micro_batch in range(settings.grad_accum_steps):
+    n_global, losses = run.global_micro_batches_per_step, []
+    ids = run.process.own_batch_ids(range((run.step - 1) * n_global, run.step * n_global))
+    for micro_batch, batch_id in enumerate(ids):
         clock.begin_phase("data")
-        # Every micro-batch of every process has its own id. The data and the dropout masks of a
-        # micro-batch are functions of (seed, id). So a snapshot needs no random state, and two
-        # processes compute the same as one process with twice the micro-batches per step. Processes
-        # that share each sequence (train_sp.py) read the same batch.
-        micro_batch_id = (run.step - 1) * settings.grad_accum_steps + micro_batch
-        micro_batch_id = micro_batch_id * layout.world_size + layout.rank
-        torch.manual_seed(derive_seed(settings.seed, micro_batch_id))
-        input_ids, labels = run.training_batches[micro_batch_id // layout.sp_degree]  # each (B, T)
+        # The data of a micro-batch and its dropout masks are functions of (seed, id). So a snapshot
+        # needs no random state, and two processes compute the same as one process with twice the
+        # micro-batches per step. Processes that share each sequence (train_sp.py) read the same
+        # batch, and draw masks of their own.
+        mask_id = batch_id * layout.sp_degree + layout.rank % layout.sp_degree
+        torch.manual_seed(derive_seed(settings.seed, mask_id))
+        input_ids, labels = run.training_batches[batch_id]  # each (B, T)
 
         clock.begin_phase("forward")
-        last_of_step = micro_batch == settings.grad_accum_steps - 1
-        with run.process.gradient_sync(enabled=last_of_step and average):
+        sync = average and batch_id == ids[-1]
+        with run.process.gradient_sync(sync), run.gradient_tree.micro_batch(micro_batch):
             with run.autocast():
                 # `wrapped_model` is `run.model` itself or, with DDP, a wrapper whose backward
                 # averages gradients. Evaluation, optimizer and snapshots need no wrapper.
                 loss = run.wrapped_model(input_ids, labels)
             losses.append(loss.detach())
             clock.begin_phase("backward")
-            # backward adds its gradients to those in `.grad`. Each loss is divided by the number of
-            # micro-batches, so the summed gradients are those of the mean loss. (The scaler changes
-            # the loss only with float16.) An infinite loss gets NaN gradients: no update follows.
-            loss = nan_grads_if_infinite(loss) / settings.grad_accum_steps
+            # backward adds its gradients to those in `.grad`, or to `gradient_tree`. Each loss is
+            # divided by the number of micro-batches that are summed. (The scaler changes the loss
+            # only with float16.) An infinite loss gets NaN gradients: no update follows.
+            n_summed = n_global if settings.reproducible_sums else len(ids)
+            loss = nan_grads_if_infinite(loss) / n_summed
             run.scaler.scale(loss).backward()
     return losses
 
@@ -159,7 +160,7 @@ def evaluate(run: Run) -> dict[str, float | None]:
         # In the last round there may be no batch left for this process. Then the process evaluates
         # an earlier batch again and ignores the result, because the forward of a sharded model
         # needs all processes.
-        i = first + run.process.rank // run.process.layout.sp_degree
+        i = first + run.process.layout.replica
         input_ids, labels = run.val_batches[i % len(run.val_batches)]
         with run.autocast():
             loss = run.model(input_ids, labels)

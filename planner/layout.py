@@ -35,6 +35,11 @@ class Layout:
         return self.world_size // self.sp_degree
 
     @property
+    def replica(self) -> int:
+        """Number of this process's replica, 0 .. replicas - 1."""
+        return self.rank // self.sp_degree
+
+    @property
     def gradients_persist(self) -> bool:
         """Whether gradients stay after the update, in DistributedDataParallel's buckets."""
         return self.kind == "ddp"

@@ -51,6 +51,7 @@ from model import MiniGPT, MiniGPTConfig
 from .op_recorder import OpRecorder
 
 AVERAGED, GLOO = "gradients to be averaged", "gloo's own buffer"
+RECEIVED = "gradients of all processes, to be summed"
 GATHERED_REASON = "gathered from all processes, for as long as the group of layers runs"
 
 
@@ -89,9 +90,10 @@ def add_shards(
     model: MiniGPT,
     local_model: MiniGPT,
     n: int,
+    sums: dict[nn.Parameter, Tensor],
     gloo: bool,
     in_bfloat16: bool,
-    sums: dict[nn.Parameter, Tensor],
+    copies: bool,
 ) -> None:
     """Add the storages that fully_shard allocates to the record; set when it frees full gradients.
 
@@ -100,9 +102,10 @@ def add_shards(
         model: the full model, with its gradients.
         local_model: a model with this rank's shards of all parameters, and their gradients.
         n: the number of processes.
+        sums: bfloat16 weight, or shard -> sums of its gradients of earlier micro-batches.
         gloo: also add the buffers of gloo, the communication backend of CPUs.
         in_bfloat16: blocks are gathered in bfloat16.
-        sums: bfloat16 weight -> the sum of its gradients of earlier micro-batches, in float32.
+        copies: gradients are received in copies (`Planner.gradient_copies`).
     """
     times, now = op_bounds_by_phase_and_block(log), log.n_ops
 
@@ -124,7 +127,8 @@ def add_shards(
         buffer with copies of these gradients, from operator `at` to operator `then`."""
         size = n * sum(shard.nbytes for shard in shards)
         add("gradients", AVERAGED, size, at, then)
-        add("temporaries", GLOO, size * gloo, at, min(at, then))
+        buffer = (RECEIVED, size) if copies else (GLOO, size * gloo)
+        add("temporaries", *buffer, at, min(at, then))
         share_gradients(log, whole, shards, sums, end)
 
     # The root group's full weights stay until backward ends. A table's stay until blocks begin.
@@ -147,10 +151,8 @@ def add_shards(
         size = n * sum(shard.nbytes for shard in shards) // (1 + in_bfloat16)
         (begin, _, end), (again, _, done) = times["forward", i], times["backward", i]
         # In backward the weights of block i arrive while backward of block i + 1 runs.
-        if i < last_block:
-            used, ahead = end, times["backward", i + 1][1]
-        else:
-            used, ahead = log.forward_end, log.forward_end + 1
+        used = end if i < last_block else log.forward_end
+        ahead = times["backward", i + 1][1] if i < last_block else log.forward_end + 1
         gather(size, begin, used, begin, end)
         gather(size, ahead, again - 1, again, done)
         then = times["backward", i - 1][2] if i > 0 else now - 1
@@ -178,6 +180,9 @@ def share_gradients(
         storage.kind, storage.name, storage.died = "gradients", "whole gradient", end
     for shard in shards:
         log.find_storage(cast(Tensor, shard.grad)).born = min(end + 1, log.n_ops)
+        if shard in sums:
+            storage = log.find_storage(sums.pop(shard))
+            storage.died = min(end + 1, log.n_ops)
 
 
 def op_bounds_by_phase_and_block(

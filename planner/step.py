@@ -115,9 +115,12 @@ class Planner:
     # Which processes share what. The plan is for one process; with shared sequences for rank 0,
     # because no other rank has more tokens or heads.
     layout: Layout = Layout()
-    # Gradients are averaged as bfloat16 copies. The plan counts all copies at once, as in DDP's
-    # first step, in which one bucket has all gradients.
-    compress_gradients: bool = False
+    # Number of pending sums of earlier gradients besides `.grad`. A parameter's sums are freed when
+    # its gradient is complete. (See --reproducible-sums)
+    n_pending_sums: int = 0
+    # Gradients are sent or received in copies of this dtype; None: in place. With DDP the plan
+    # counts all copies at once, as in the first step, in which one bucket has all gradients.
+    gradient_copies: torch.dtype | None = None
     gather_in_bfloat16: bool = False  # gather the blocks' shards in bfloat16
     card_name: str | None = None  # name in CARDS; None: another card
     on_simulate: Callable[[], object] = lambda: None  # called before each simulation
@@ -347,10 +350,14 @@ class Planner:
             # The full weights of a sharded model take no memory here. `add_shards` counts them.
             for parameter in self.names.keys() - parameters:
                 log.add_storage(parameter).nbytes = 0
+            for parameter in self.sums if self.layout.shard_degree == 1 else ():
+                hooks.enter_context(
+                    parameter.register_post_accumulate_grad_hook(self.sums.__delitem__)
+                )
             label_existing_storages(log, self.names, self.optimizer, self.sums)
             if not self.layout.gradients_persist:  # DDP's gradients exist in every micro-batch
-                kept = self.params_with_kept_grads - self.sums.keys()
-                log.gradient_sums = {log.find_storage(cast(Tensor, p.grad)) for p in kept}
+                gradients = (p.grad for p in self.params_with_kept_grads)
+                log.gradient_sums = {log.find_storage(g) for g in gradients if g is not None}
             for tensor in batch:  # backward needs them
                 log.label_storage(tensor, "activations", "token ids and labels")
             del tensor
@@ -360,8 +367,9 @@ class Planner:
             del forward, ids, labels, batch  # freed before the update
             label_existing_storages(log, self.names, self.optimizer, self.sums)
             if self.layout.shard_degree > 1:
-                shard_options = self.on_cpu, self.gather_in_bfloat16, self.sums
-                add_shards(log, model, self.local_model, self.layout.shard_degree, *shard_options)
+                shards = model, self.local_model, self.layout.shard_degree, self.sums
+                copies = self.gradient_copies is not None
+                add_shards(log, *shards, self.on_cpu, self.gather_in_bfloat16, copies)
             self.simulate_update(log, parameters, known)
             del loss  # the trainer keeps the loss until here
         for buffer in pool.buffers:
@@ -372,12 +380,15 @@ class Planner:
 
     def make_earlier_gradients(self, left_out: Iterable[nn.Parameter]) -> None:
         """Make the gradients that exist before forward: of earlier micro-batches, of shards, and of
-        the weights `left_out`. (A bfloat16 weight has a float32 sum in `sums` instead.)"""
+        the weights `left_out`. `sums` gets what is not in `.grad`: the float32 sums of bfloat16
+        weights, and pending sums."""
         shards = self.local_model.parameters() if self.layout.shard_degree > 1 else ()
         weights = self.params_with_kept_grads.union(shards, left_out)
         self.sums = {p: torch.empty(p.shape) for p in weights if p.dtype != torch.float32}
         for parameter in weights - self.sums.keys():
             parameter.grad = torch.empty_like(parameter)
+        if n := self.n_pending_sums:
+            self.sums |= {p: torch.empty(n, *p.shape) for p in self.local_model.parameters()}
 
     def simulate_update(
         self, log: OpRecorder, parameters: list[nn.Parameter], known: FewCallSegments | None
@@ -385,8 +396,9 @@ class Planner:
         """Clip the gradients of all parameters, also those of blocks that did not run, update the
         parameters and free the gradients, once in a step. `known`: see `run_fake_step`."""
         log.enter_phase("optimizer")
-        if self.compress_gradients:  # bfloat16 copies, freed when the averages exist
-            copies = [cast(Tensor, parameter.grad).bfloat16() for parameter in parameters]
+        if (dtype := self.gradient_copies) and self.layout.gradients_persist:
+            # Freed when the averages exist
+            copies = [cast(Tensor, p.grad).to(dtype, copy=True) for p in parameters]
             for copy in copies:
                 log.label_storage(copy, "gradients", "gradient on its way")
             del copies, copy
@@ -591,15 +603,15 @@ def label_existing_storages(
 ) -> None:
     """Name the storages of weights, of the optimizer's state, and of existing gradients.
 
-    `names`: weight -> its name. `sums`: weight -> the sum of its gradients, if this sum is a tensor
-    other than weight.grad.
+    `names`: weight -> its name. `sums`: weight -> sums of its earlier gradients outside of `.grad`.
     """
     for weight, name in names.items():
         # Also name the full weights of a sharded model. Their bytes count when they are gathered.
         log.find_storage(weight).name = name
         named = [
             (weight if weight in optimizer.state else None, "parameters", name),
-            (sums.get(weight, weight.grad), "gradients", f"gradient of {name}"),
+            (weight.grad, "gradients", f"gradient of {name}"),
+            (sums.get(weight), "gradients", f"earlier gradients of {name}"),
             *(
                 (state_tensor, "optimizer", f"{state_name} of {name}")
                 for state_name, state_tensor in optimizer.state.get(weight, {}).items()

@@ -275,7 +275,7 @@ def search_settings(plan: Plan) -> list[Plan]:
     sequences = typed_size * plan.settings.grad_accum_steps
     plans: list[Plan] = []
     for size in range(1, sequences + 1):
-        if sequences % size:
+        if sequences % size or not plan.settings.can_sum(sequences // size):
             continue
         parts = {"batch_size": size, "grad_accum_steps": sequences // size}
         fastest = plan.with_flags(**parts).with_fastest_policy()

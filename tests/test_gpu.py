@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from harness.fake_cuda import CUDA, fake_cuda
 from harness.on_gpu import DEVICE, ON_GPU, SHAPE, bench_settings, pick, shortage
@@ -32,6 +33,7 @@ from trainer.clocks import PeakMemoryClock
 from trainer.device import choose_precision, without_margin
 from trainer.plan import Plan
 from trainer.process import OneProcess
+from trainer.reproducible_sums import pairwise_all_reduce_hook
 from trainer.run import Run
 
 gpu = pytest.mark.gpu
@@ -198,6 +200,7 @@ def alone(flags: str) -> Any:
     [
         *(pytest.param(flags, marks=gpu) for flags in ("", "--amp-dtype float16")),
         pytest.param("--grad-accum-steps 2", marks=gpu),
+        pytest.param("--grad-accum-steps 4 --reproducible-sums", marks=gpu),
         alone("--amp-dtype bfloat16 --use-activation-checkpoint full/2+nested+offload"),
         alone("--optimizer muon --use-activation-checkpoint selective:1,mlp --profile 1"),
         alone("--no-amp --moments-dtype bfloat16"),  # memory runs out in its second step
@@ -265,11 +268,36 @@ def test_offload_pins_what_was_planned():
 
 
 @gpu
+def test_a_bucket_is_summed_in_a_stream_of_its_own(tmp_path):
+    """Of one process: its sum is the bucket itself, and whoever waits for the future finds it."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl" if ON_GPU else "gloo", store=store, rank=0, world_size=1)
+    try:
+        bucket = SimpleNamespace(buffer=lambda: buffer)
+        buffer = torch.randn(2**20 + 3, device=DEVICE)
+        expected, stream = buffer.clone(), torch.cuda.Stream() if ON_GPU else None
+        for _ in range(3):
+            buffer.mul_(2)
+            assert torch.equal(
+                pairwise_all_reduce_hook((None, stream), bucket).wait(), 2 * expected
+            )
+            buffer.copy_(expected)
+    finally:
+        dist.destroy_process_group()
+
+
+@gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py", "train_sp.py"])
-def test_two_gpus_train_as_one_does(script, tmp_path):
+@pytest.mark.parametrize(
+    ("script", "more"),
+    [
+        *product(["train_ddp.py", "train_fsdp.py"], ["", "--reproducible-sums"]),
+        ("train_sp.py", ""),
+    ],
+)
+def test_two_gpus_train_as_one_does(script, more, tmp_path):
     # (Processes that share a sequence draw masks of their own, and add up in another order.)
-    flags = f"--device={DEVICE.type}", "--dropout=0", "--no-amp"
+    flags = f"--device={DEVICE.type}", "--dropout=0", "--no-amp", *more.split()
     accumulated = "--grad-accum-steps=2"
     shared = [accumulated] * (script == "train_sp.py")
     torchrun(tmp_path / "two.pt", *flags, *shared, script=script)

@@ -22,17 +22,17 @@ FLOOR["data"] = FLOOR["planner"]
 # wrapped call cost nothing, so no limit ever shortens a word. A limit of a file would make files
 # split; one of a room makes them simpler.
 ROOMS = {
-    "the root": 397,
+    "the root": 411,
     "memory": 528,
-    "planner": 1_093,
-    "trainer": 2_434,
+    "planner": 1_105,
+    "trainer": 2_506,
     "data": 707,
     "scripts": 1_278,
     "studies": 86,
-    "all without tests": 6_523,
-    "tests": 6_368,
+    "all without tests": 6_621,
+    "tests": 6_546,
 }
-FILES_IN = {"trainer": 19, "scripts": 15}
+FILES_IN = {"trainer": 20, "scripts": 15}
 # Of a file: what is read from top to bottom, and pages.
 FILES_READ = {
     "README.md": 160,
@@ -40,7 +40,7 @@ FILES_READ = {
     "model.py": 286,
     "train_minimal.py": 286,
     "train_ddp.py": 143,
-    "train_fsdp.py": 154,
+    "train_fsdp.py": 157,
     "train_sp.py": 132,
     "docs/change.md": 120,
     "docs/planning.md": 260,

@@ -130,6 +130,15 @@ def test_the_fastest_of_all_is_found(peaks, share):
         assert way.peak <= one.usable_bytes and sequences == 12
 
 
+def test_reproducible_sums_are_of_powers_of_two(peaks):
+    one = asked(sum(peaks) / 2)
+    any_number, powers = (
+        {way.settings.grad_accum_steps for way in search_settings(plan)}
+        for plan in (one, one.with_flags(reproducible_sums=True))
+    )
+    assert powers == {n for n in any_number if n.bit_count() == 1} != any_number
+
+
 def test_one_command_that_does_it(peaks):
     """The same sequences a step; more tokens/s than as asked; and it fits."""
     answer = answers.ask(f"{TYPED} {budget_for(sum(peaks) / 2)} --all-knobs --num-steps 10")

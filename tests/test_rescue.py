@@ -40,6 +40,7 @@ slow = pytest.mark.slow
 STEP = 2  # the first that has the optimizer's state
 WAYS = {
     "none": "--no-amp --grad-accum-steps=2",
+    "none, in a tree": "--no-amp --grad-accum-steps=4 --reproducible-sums",
     "none, float16": "--amp-dtype=float16 --lr=1e-4",
     "mlp, in chunks": "--no-amp --mlp-chunks=2 --seq-len=128 --max-tokens=999 --dropout=0",
     "cheap": "--no-amp --loss-chunks=1",

@@ -67,6 +67,7 @@ MORE = [
     "--no-amp --optimizer=muon --use-activation-checkpoint=selective",
     "--no-amp --grad-accum-steps=3 --eval-interval=2",
     "--amp-dtype=bfloat16 --grad-accum-steps=2 --compress-gradients",
+    "--amp-dtype=bfloat16 --grad-accum-steps=4 --reproducible-sums",
     "--amp-dtype=float16 --grad-accum-steps=2 --use-activation-checkpoint=cheap",
     "--amp-dtype=bfloat16 --use-activation-checkpoint=mlp --loss-chunks=3",
 ]

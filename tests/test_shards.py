@@ -1,6 +1,7 @@
 """Sharded over processes: the planner is right about what one of them needs."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,23 +26,28 @@ from planner.shards import GLOO
 from train_fsdp import FSDPProcess
 from trainer.optimizer import make_optimizer
 from trainer.plan import Plan
+from trainer.reproducible_sums import GradientTree
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 CPU = torch.device("cpu")
 slow = pytest.mark.slow
 FEW = ["cheap, bfloat16", "none, accumulated", "many positions", "little but weights, rounded"]
+FEW += ["in a tree", "little but weights, in a tree"]
 
 
 def planner_of(case: Case, kind: str, n: int) -> Planner:
     make = partial(
         make_optimizer, settings=case.settings, device=CPU, precision=torch.float32, sharded=True
     )
+    in_tree, n_micro_batches = case.settings.reproducible_sums, case.micro_batches
     return planner(
         case.config,
         "fp32" if case.dtype == torch.float32 else "bf16",
         layout=Layout(kind, world_size=n),
         seq_len=case.seq_len,
-        accumulates_gradients=case.micro_batches > 1,
+        accumulates_gradients=n_micro_batches > 1 and not in_tree,
+        n_pending_sums=int(math.log2(n_micro_batches)) * in_tree,
+        gradient_copies=torch.float32 if in_tree else None,
         gather_in_bfloat16=case.gather == "bfloat16",
         make_optimizer=make,
     )
@@ -69,8 +75,9 @@ def test_predicted_peak_is_that_of_real_processes(act, n, names, tmp_path):
 class ProcessOfFakeGroup(FSDPProcess):
     """Rank 0 of a group whose collectives send nothing."""
 
-    def __init__(self, gather_dtype: str) -> None:
-        self.device, self.gather_dtype = CPU, gather_dtype
+    def __init__(self, case: Case) -> None:
+        self.device, self.gather_dtype = CPU, case.gather
+        self.reproducible_sums = case.settings.reproducible_sums
         self.layout = Layout("fsdp")
 
 
@@ -78,11 +85,13 @@ def tracked_peak(case: Case, n: int) -> int:
     """Return the peak bytes of the second of two steps, by torch's FSDPMemTracker."""
     dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
     try:
-        process = ProcessOfFakeGroup(case.gather)
+        process = ProcessOfFakeGroup(case)
         with torch.device("meta"):
             model = MemorySavingGPT(case.config).train()
         process.allocate_parameters(model)
         optimizer = make_optimizer(model, case.settings, CPU, torch.float32)
+        parameters = model.parameters() if process.reproducible_sums else ()
+        tree = GradientTree(parameters, case.micro_batches)
 
         def batch() -> tuple[Tensor, Tensor]:
             rows = torch.zeros(case.batch_size, case.seq_len + 1, dtype=torch.int64)
@@ -95,7 +104,7 @@ def tracked_peak(case: Case, n: int) -> int:
 
         with FSDPMemTracker(model, optimizer) as tracker:
             for _ in range(2):
-                train_step(process, model, optimizer, draw(), case.micro_batches, case.dtype)
+                train_step(process, model, optimizer, draw(), tree, case.dtype)
         return tracker.get_tracker_snapshot("peak")[CPU]["Total"]
     finally:
         dist.destroy_process_group()

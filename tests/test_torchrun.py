@@ -156,7 +156,9 @@ def test_gradients_live_in_buckets_from_the_first_on(tmp_path):
 # gradients are dealt out, and squares of their norm are added up, in float64.
 EACH = [4 * BLOCK, 4 * BLOCK, 4 * POSITIONS, 4 * SHARED]
 GATHERS = [["_allgather_base_", size] for size in [*EACH, 4 * BLOCK, 4 * BLOCK]]
-ONCE = [*(["_reduce_scatter_base_", size] for size in EACH), ["allreduce_", 8]]
+NORM = [["allreduce_", 8]]
+ONCE = [*(["_reduce_scatter_base_", size] for size in EACH), *NORM]
+TREE = [["alltoall_base_", size] for size in EACH]  # with --reproducible-sums
 # Where sequences are shared, each block's q, k and v go to their heads' process, attention's result
 # comes back, and so do gradients: 2 sequences of 8 tokens each. And the loss is summed up.
 QKV, ATTENDED = 4 * 2 * 8 * 48, 4 * 2 * 8 * 16
@@ -168,13 +170,20 @@ TOKENS = 4 * [["alltoall_base_", QKV], ["alltoall_base_", ATTENDED]] + [["allred
     [
         ("train_ddp", "", [["allreduce_", 4 * ALL]]),
         ("train_ddp", "--compress-gradients --no-amp", [["allreduce_", 2 * ALL]]),
+        (
+            "train_ddp",
+            "--reproducible-sums --grad-accum-steps=4",
+            2 * [["alltoall_base_", 4 * ALL]],
+        ),
         ("train_fsdp", "--use-activation-checkpoint", 3 * GATHERS + ONCE),
+        ("train_fsdp", "--reproducible-sums --grad-accum-steps=2", 2 * (GATHERS + TREE) + NORM),
         pytest.param("train_sp", "--no-amp", 3 * (GATHERS + TOKENS) + ONCE, marks=slow),
     ],
 )
 def test_gradients_travel_once_a_step(tmp_path, script, flags, expected):
-    """However many micro-batches it has: here three. Weights travel in each, if they are dealt out.
-    And all have the same weights after each step.
+    """However many micro-batches it has, mostly three. (With --reproducible-sums, those of shards
+    travel in each.) Weights travel in each, if they are dealt out. And all processes have the same
+    weights after each step.
 
     (The fourth step: the first two are about DDP's buckets.)"""
     steps = ("--num-steps=4", "--grad-accum-steps=3", *flags.split())

@@ -13,6 +13,7 @@ pretrained.py  load trained weights, from a snapshot or from a GPT-2 of transfor
 device.py      choose device and precision; find out how much memory a process may use
 optimizer.py   make the optimizers; decide which parameters each optimizer updates
 process.py     hold the functions that differ with the number of processes; here for one process
+reproducible_sums.py sum gradients in an order that does not depend on the number of processes
 torchrun.py    connect the processes that torchrun started, and end them together
 shutdown.py    handle signals and errors; choose the exit code
 clocks.py      measure each phase's seconds and a step's peak memory; write the trace of --profile

@@ -91,8 +91,11 @@ def smaller_batches(settings: Settings) -> list[Change]:
     """Return all changes that split the sequences of a step into smaller micro-batches
     (--batch-size / n, --grad-accum-steps x n), the largest micro-batch first."""
     size, steps = settings.batch_size, settings.grad_accum_steps
-    divisors = (n for n in range(2, size + 1) if size % n == 0)
-    return [{"batch_size": size // n, "grad_accum_steps": steps * n} for n in divisors]
+    return [
+        {"batch_size": size // n, "grad_accum_steps": steps * n}
+        for n in range(2, size + 1)
+        if size % n == 0 and settings.can_sum(steps * n)
+    ]
 
 
 def changes_with_same_training(settings: Settings, device_type: str) -> Iterator[Change]:
@@ -174,7 +177,10 @@ def make_planner(
     on_simulate: Callable[[], object],
 ) -> Planner:
     """Return the planner of these settings. Raises MiniGPTError as `check_gather_dtype_flag`."""
-    sharded = layout.shard_degree > 1
+    sharded, in_tree = layout.shard_degree > 1, settings.reproducible_sums
+    n, copies = settings.grad_accum_steps, torch.bfloat16 if settings.compress_gradients else None
+    if in_tree and layout.world_size > 1:
+        copies = torch.float32
     if sharded:
         check_gather_dtype_flag(settings, precision)
     on_simulate()
@@ -187,9 +193,11 @@ def make_planner(
         ),
         clip_gradients=OneProcess(device).clip_gradients,
         device_type=device.type,
-        accumulates_gradients=settings.grad_accum_steps > 1,
+        accumulates_gradients=n > 1 and not (sharded and in_tree),
         layout=layout,
-        compress_gradients=layout.gradients_persist and settings.compress_gradients,
+        # Besides `.grad`, log2(n) sums are pending. The `.grad` of a whole weight is one of them.
+        n_pending_sums=in_tree * max(0, n.bit_length() - 1 - (not sharded)),
+        gradient_copies=copies,
         gather_in_bfloat16=sharded and settings.gather_dtype == "bfloat16",
         card_name=card.name if card and card.memory else None,  # memory 0: a measured card
         on_simulate=on_simulate,
@@ -234,10 +242,10 @@ class Plan:
     def planner(self) -> Planner:
         """The planner of these settings. Plans that differ only in batch size and recompute policy
         share one, which remembers its answers."""
-        settings = self.settings
+        settings, steps = self.settings, self.settings.grad_accum_steps
         shared = settings.replace(
             batch_size=1,
-            grad_accum_steps=min(settings.grad_accum_steps, 2),
+            grad_accum_steps=steps if settings.reproducible_sums else min(steps, 2),
             use_activation_checkpoint="none",
         )
         where = self.device, self.precision, self.layout, self.card
@@ -437,7 +445,8 @@ class Plan:
         Each process of N sends (N - 1) / N of the bytes of a gather, of a reduce-scatter and of an
         all-to-all, and twice as many in an all-reduce. DDP reduces the gradients of a step at the
         time of the last backward. Shards are gathered at the time of each forward and backward, and
-        the gradients are scattered in the last backward. Only what takes longer than that counts.
+        the gradients are scattered in the last backward (with --reproducible-sums, in each). Only
+        what takes longer than that counts.
         Attention of a shared sequence waits for its all-to-alls: of q, k, v and its result, in
         forward and in backward. (A policy that replays attention repeats them: left out.)
         """
@@ -455,8 +464,13 @@ class Plan:
         tokens = step.batch_size * self.planner.local_seq_len
         exchanges = (self.layout.sp_degree > 1) * in_blocks * tokens / rate
         hidden = max(0, 2 * gathered / rate - all_phases)
-        last = max(0, (2 * gathered + whole) / rate - all_phases)
-        return micro_batches * exchanges + (micro_batches - 1) * hidden + last
+        scattered = max(0, (2 * gathered + whole) / rate - all_phases)
+        n_scattered = micro_batches if settings.reproducible_sums else 1
+        return (
+            micro_batches * exchanges
+            + (micro_batches - n_scattered) * hidden
+            + n_scattered * scattered
+        )
 
     @property
     def tokens_per_s(self) -> float:

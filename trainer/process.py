@@ -100,12 +100,17 @@ class OneProcess:
         """Return the module that the loop calls: `model`, or a wrapper around it."""
         return model
 
+    def own_batch_ids(self, ids: range) -> range:
+        """Return those of `ids`, the ids of all batches of a step, that this process computes."""
+        n = len(ids) // self.layout.replicas
+        return ids[n * self.layout.replica :][:n]  # neighbours
+
     @contextmanager
     def gradient_sync(self, enabled: bool) -> Iterator[None]:
         """Context of forward *and* backward of a micro-batch.
 
-        If `enabled`, backward averages the gradients over all processes. Otherwise each process
-        sums its own gradients.
+        If `enabled`, backward averages the gradients over all processes (with --reproducible-sums:
+        sums them). Otherwise each process sums its own gradients.
         """
         yield
 

@@ -23,6 +23,7 @@ from .clocks import StepClock
 from .metrics import Write, format_bytes
 from .plan import Plan, plans_to_try
 from .process import OneProcess
+from .reproducible_sums import GradientTree
 from .settings import Settings
 from .snapshot import State, save_snapshot
 
@@ -104,6 +105,12 @@ class Run:
     def bytes_by_token_id(self) -> Tensor:
         """Number of bytes of text of each token id, (vocab_size,) int64, on the device."""
         return torch.from_numpy(self.data.tokenizer.byte_lengths()).to(self.process.device)
+
+    @cached_property
+    def gradient_tree(self) -> GradientTree:
+        """Sums the gradients of micro-batches; without --reproducible-sums autograd does so."""
+        parameters = self.model.parameters() if self.settings.reproducible_sums else ()
+        return GradientTree(parameters, self.settings.grad_accum_steps)
 
     @property
     def global_micro_batches_per_step(self) -> int:

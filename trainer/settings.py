@@ -242,6 +242,10 @@ class Settings:
         help="with several processes, average gradients in bfloat16. This halves the traffic, "
         "adds up to 2 bytes per parameter, and gives other results than one process gives "
         "(with one process: no effect)")
+    reproducible_sums: bool = row(False, ON_OFF,
+        help="sum the gradients of a step in an order that does not depend on the number of "
+        "processes; this number and --grad-accum-steps must be powers of two. The results are "
+        "bitwise equal (docs/reliability.md)")
     gather_dtype: str = row("float32", ("float32", "bfloat16"),
         help="train_fsdp.py, train_sp.py: dtype in which a block's weights are gathered; they are"
         " stored in float32. bfloat16 needs bfloat16 autocast. It halves the bytes, and "
@@ -364,6 +368,11 @@ class Settings:
         except ValueError as error:
             raise MiniGPTError(replace_fields_by_flags(str(error))) from None
 
+    def can_sum(self, n: int) -> bool:
+        """Return False if --reproducible-sums cannot sum the gradients of n micro-batches, or of n
+        processes."""
+        return n.bit_count() == 1 or not self.reproducible_sums
+
     def tokens_per_step(self, replicas: int) -> int:
         """Return the tokens of a training step, in all micro-batches of all replicas."""
         return self.batch_size * self.seq_len * self.grad_accum_steps * replicas
@@ -473,6 +482,18 @@ def check_layout(settings: Settings, layout: Layout, script: str) -> None:
     """Raise MiniGPTError for flags that the processes of `layout` do not support. `script`: name of
     the trainer, for the message."""
     n, plan = layout.world_size, settings.recompute_plan
+    if settings.reproducible_sums:
+        for name, value in ("nproc_per_node", n), ("grad_accum_steps", settings.grad_accum_steps):
+            if not settings.can_sum(value):
+                raise MiniGPTError(
+                    f"{flag(name)} {value}: --reproducible-sums needs a power of two, such as "
+                    f"{2 ** (value.bit_length() - 1)}; --no-reproducible-sums does not"
+                )
+        if layout.kind == "sp" or settings.compress_gradients:
+            raise MiniGPTError(
+                "--reproducible-sums: neither train_sp.py, which splits sequences, nor "
+                "--compress-gradients can have it; train_ddp.py and train_fsdp.py can"
+            )
     if layout.kind in ("fsdp", "sp"):
         if plan.group_size > 1 and not plan.nested and n > 1:  # (one process has no shards)
             raise MiniGPTError(

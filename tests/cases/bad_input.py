@@ -133,6 +133,8 @@ REFUSED = {  # by whom; words: what the line must say
         "--sp --nproc-per-node=2 --use-activation-checkpoint=full/2": "full/2: train_sp.py gathers",
         "--fsdp --nproc-per-node=2 --use-activation-checkpoint=full/2": "full/2: train_fsdp.py",
         "--fsdp --nproc-per-node=2 --compress-gradients": "--compress-gradients: train_ddp.py",
+        "--reproducible-sums --nproc-per-node=6": "--nproc-per-node 6: .* of two, such as 4; --no",
+        "--reproducible-sums --compress-gradients": "neither .* nor --compress-gradients can have",
         "--card=Voodoo2": "--card: .*Voodoo2.: --device cuda --memory-budget 16GiB tells what fits",
         "--card=M1 --amp-dtype=float16": "--amp-dtype float16",
         "--card=this-machine --device=cuda": "--device cuda: .* finds none",
@@ -381,6 +383,14 @@ ENVIRONMENTS = {
     ),
     "compressed": together(
         "fsdp", "--compress-gradients", "--compress-gradients: train_ddp.py can; --no-"
+    ),
+    "a sum of three": together(
+        "ddp",
+        "--reproducible-sums --grad-accum-steps=3",
+        "--grad-accum-steps 3: --reproducible-sums needs a power of two, such as 2; --no-rep",
+    ),
+    "parts of sequences": together(
+        "sp", "--reproducible-sums", "--reproducible-sums: neither train_sp.py, which splits"
     ),
     "few heads": together(
         "sp", "--n-heads=1", "--n-heads 1: each of 2 .* --nproc-per-node=1, or train_fsdp"

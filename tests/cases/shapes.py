@@ -73,6 +73,6 @@ SETTINGS = {
         "accumulates_gradients": True,
         "dropout": 0.1,
     },
-    "ddp": {"layout": Layout("ddp"), "compress_gradients": True, "device_type": "cuda"},
+    "ddp": {"layout": Layout("ddp"), "gradient_copies": torch.bfloat16, "device_type": "cuda"},
     "shards": {"layout": Layout("fsdp", world_size=2), "precision": "bf16"},
 }

@@ -15,6 +15,7 @@ from planner import Card, Planner, step
 from trainer import optimizer, plan
 from trainer.clocks import LiveStorages
 from trainer.process import OneProcess
+from trainer.reproducible_sums import GradientTree
 
 # A small GPU. The predicted times of our models' steps on it depend on both FLOPs and bytes.
 CARD = Card("small", 2**40, (1e12,) * 3, 1e11, launch_s=0)
@@ -57,7 +58,9 @@ def make_once(settings, vocab_size, device, precision, layout, card, on_simulate
     """Make a planner, in place of trainer.plan.make_planner, or take that of an earlier test."""
     config = settings.model_config(vocab_size)
     state = settings.optimizer, settings.moments_dtype, settings.compress_gradients
-    state += settings.grad_accum_steps > 1, settings.gather_dtype
+    in_tree = settings.reproducible_sums
+    state += settings.grad_accum_steps if in_tree else settings.grad_accum_steps > 1, in_tree
+    state += (settings.gather_dtype,)
     where = device, precision, layout, card
     key = config, settings.seq_len, state, *where
     planner = copy(
@@ -92,6 +95,7 @@ def measured_peak(
     seq_len: int = T,
     by_ours: bool = False,
     ddp: bool = False,
+    in_tree: bool = False,
 ) -> int:
     """Run real steps, and return the peak memory of a step in bytes.
 
@@ -104,16 +108,20 @@ def measured_peak(
     dtype, tracker, storages = PRECISIONS[precision], MemTracker(), LiveStorages()
 
     def step() -> None:
-        for _ in range(accumulate):
+        for i in range(accumulate):
             if not by_ours:
                 tracker.reset_mod_stats()
             rows = torch.randint(config.vocab_size, (batch_size, seq_len + 1))
             ids, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
             del rows
             in_low = dtype != torch.float32
-            with torch.autocast("cpu", dtype, enabled=in_low, cache_enabled=False):
-                loss = wrapped(ids, labels)
-            loss.backward()
+            with (
+                gradient_tree.micro_batch(i),
+                wrapped.no_sync() if i < accumulate - 1 and ddp else nullcontext(),
+            ):
+                with torch.autocast("cpu", dtype, enabled=in_low, cache_enabled=False):
+                    loss = wrapped(ids, labels)
+                loss.backward()
             del loss, ids, labels
         OneProcess(torch.device("cpu")).clip_gradients(model.parameters(), 1.0)
         optimizer.step()
@@ -122,6 +130,7 @@ def measured_peak(
     with storages if by_ours else nullcontext():
         wrapped = model = MemorySavingGPT(config).train()
         optimizer = make_optimizer(model)
+        gradient_tree = GradientTree(model.parameters() if in_tree else (), accumulate)
         if ddp:
             wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
             step()  # (DDP makes its final buckets in the second step)

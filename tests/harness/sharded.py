@@ -45,10 +45,12 @@ from trainer.check_model import check_model, make_model_without_memory  # noqa: 
 from trainer.clocks import LiveStorages  # noqa: E402
 from trainer.optimizer import make_optimizer  # noqa: E402
 from trainer.process import OneProcess  # noqa: E402
+from trainer.reproducible_sums import GradientTree  # noqa: E402
 from trainer.settings import ROWS, Settings  # noqa: E402
 from trainer.torchrun import main_and_exit  # noqa: E402
 
 SETTINGS = parse(*TINY, "--n-heads=4")
+IN_TREE = SETTINGS.replace(reproducible_sums=True)
 
 
 def new_model(
@@ -92,18 +94,18 @@ def train_step(
     wrapper: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Iterator[tuple[Tensor, Tensor]],
-    n: int,
+    tree: GradientTree,
     dtype: torch.dtype,
 ) -> list[float]:
-    """Do a step as train_minimal.train_step does, with n micro-batches. Return n losses and, as the
-    last number, the norm of the gradients before clipping."""
+    """Do a step as train_minimal.train_step does, with tree.n micro-batches. Return their losses
+    and, as the last number, the norm of the gradients before clipping."""
     results = []
-    for i in range(n):
+    for i in range(tree.n):
         ids, labels = next(batches)
-        with process.gradient_sync(enabled=i == n - 1):
+        with process.gradient_sync(enabled=i == tree.n - 1), tree.micro_batch(i):
             with autocast(dtype):
                 loss = wrapper(ids, labels)
-            (loss / n).backward()
+            (loss / tree.n).backward()
         results.append(loss.item())
     del ids, labels, loss
     results.append(process.clip_gradients(wrapper.parameters(), 0.5).item())
@@ -167,8 +169,8 @@ def learn(process: OneProcess, variant: dict, dtype: torch.dtype, in_all: int = 
     optimizer = make_optimizer(model, settings, process.device, dtype)
     if exact == torch.float64:  # use SGD: the trainers' own optimizers compute in float32
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    wrapper, n = process.wrap(model), in_all // process.layout.replicas
-    said = [train_step(process, wrapper, optimizer, batches, n, dtype) for _ in range(3)]
+    wrapper, tree = process.wrap(model), GradientTree((), in_all // process.layout.replicas)
+    said = [train_step(process, wrapper, optimizer, batches, tree, dtype) for _ in range(3)]
     found = process.full_state_dicts(model, optimizer)
     with torch.no_grad(), autocast(dtype):
         logits = model.eval()(torch.arange(9)[None])  # without labels each process works alone
@@ -307,6 +309,9 @@ CASES = {
         replace(WIDE, max_position_embeddings=64), 24, torch.bfloat16, gather="bfloat16"
     ),
     "little but weights, rounded": Case(FULL, 1, torch.bfloat16, gather="bfloat16"),
+    "little but weights, in a tree": Case(FULL, 1, micro_batches=4, settings=IN_TREE),
+    "in a tree": Case(WIDE, 4, micro_batches=4, settings=IN_TREE),
+    "rounded, in a tree": Case(CHEAP, 8, torch.bfloat16, 8, gather="bfloat16", settings=IN_TREE),
     "cheap, rounded, accumulated": Case(CHEAP, 8, torch.bfloat16, 2, gather="bfloat16"),
     "nested, rounded": Case(
         replace(WIDE, recompute="full/3+nested"), 24, torch.bfloat16, gather="bfloat16"
@@ -359,13 +364,15 @@ def measure(process: FSDPProcess, case: Case) -> int:
         while True:
             yield tuple(torch.randint(case.config.vocab_size, (2, case.batch_size, case.seq_len)))
 
-    process.gather_dtype = case.gather
+    process.gather_dtype, in_tree = case.gather, case.settings.reproducible_sums
+    process.reproducible_sums = in_tree
     model, batches = new_model(process, case.config), draw()
     optimizer = make_optimizer(model, case.settings, process.device, torch.float32)
     process.wrap(model)
+    tree = GradientTree(model.parameters() if in_tree else (), case.micro_batches)
 
     def step() -> None:
-        train_step(process, model, optimizer, batches, case.micro_batches, case.dtype)
+        train_step(process, model, optimizer, batches, tree, case.dtype)
 
     step()
     step()
