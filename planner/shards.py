@@ -22,7 +22,8 @@ block, or a table of positions. All other weights, those of the token embedding 
                                      reduce-scatter buffer and freed. This process's 1 / n of the
                                      summed gradients arrives. The reduce-scatter buffer stays until
                                      that of the next group exists
-    more micro-batches follow        the full gradients of the group stay
+    more micro-batches follow        the full gradients of the group stay (with --reproducible-sums
+                                     they are summed over processes in each micro-batch)
 
 With --gather-dtype bfloat16, the group of a block has only the block's linear layers. The
 block's LayerNorms stay in float32 and belong to the root group. A process rounds its shards to

@@ -81,7 +81,7 @@ def whole(steps: int = 20, trainer: str = "") -> Path:
 
 
 ENDS = """
-import atexit, sys, threading
+import atexit, sys
 from trainer.torchrun import main_and_exit
 atexit.register(print, "cleaned up")
 print("done")

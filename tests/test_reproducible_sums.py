@@ -183,7 +183,8 @@ def test_the_same_bits_from_any_number_of_processes(variant, script, processes, 
 @slow
 @row("`--reproducible-sums`: 1 -> 4 -> 2")
 def test_elastic(tmp_path):
-    """7 steps of one process, 7 of four (one is killed, and all are started again), 6 of two."""
+    """One process, four of train_ddp.py, four of train_fsdp.py, each until one is killed; then two
+    to the end."""
     path = tmp_path / "run.pt"
     flags = f"{FLAGS} {VARIANTS['bfloat16, Muon']} --num-steps=20 --eval-interval=0".split()
     words = [*flags, "--save-interval=3"]
