@@ -135,6 +135,7 @@ class Planner:
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
         self.few_call_segments: dict[tuple, FewCallSegments] = {}
+        self.update: Segment | None = None  # the same for every policy and batch; simulated once
         with self.fake:
             self.model = MemorySavingGPT(config, self.device_type, shard).train()
             # A changed model.py may have different blocks, or blocks that share weights.
@@ -229,20 +230,25 @@ class Planner:
                 n = min(n, 3 + 2 * offload.MAX_COPIES_IN_FLIGHT * moves if ends_differ else 2)
             short_plan = RecomputePlan((policy,) * n * size, size, nested, moves)
             short = replace(plain, n_layers=n * size, recompute=format_recompute_plan(short_plan))
-            log = self.run_fake_step(batch_size, short, frame)
-            if log.loop_has_ops and self.are_alike:
+            runs_head, runs_update = frame is None, frame is None and self.update is None
+            log = self.run_fake_step(batch_size, short, runs_head, runs_update)
+            if log.loop_has_ops and not moves and self.are_alike:
                 # MiniGPT.forward of a changed model.py does more for each block than to call it.
-                # Tensors of several blocks may exist together, so simulate all calls.
+                # Tensors of several blocks may exist together, so simulate all calls. (The copies
+                # of offload run between blocks, too, but each belongs to one block.)
                 self.are_alike = False
                 return self.simulate_few_call_segments(batch_size, config, policy, size)
             segments = split_into_segments(log, [size] * n)
-            if frame is None:
+            if runs_update:
                 # The update needs the gradients of all blocks. So the gradients of the blocks that
                 # do not run here exist from the start of this step. Do not count these gradients:
                 # in the composed step the backward of each block makes them.
                 left_out = self.params_left_out(n) - self.params_with_kept_grads
                 allocated = segments[0].allocated_and_freed_by_kind[0, 0]
                 allocated[KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
+                self.update = segments[-1]
+            elif frame is None:
+                segments[-1] = self.update
             self.few_call_segments[key] = FewCallSegments(segments)
         return self.few_call_segments[key]
 
@@ -294,7 +300,7 @@ class Planner:
         `sources`: finds the call sites that the recorder stores; None: store no call sites.
         """
         self.on_simulate()
-        log = self.run_fake_step(batch_size, config, None, sources)
+        log = self.run_fake_step(batch_size, config, sources=sources)
         segments = split_into_segments(
             log, [size for _, size in recompute_plan_of_config(config).group_policies_and_sizes]
         )
@@ -315,7 +321,8 @@ class Planner:
         self,
         batch_size: int,
         config: MiniGPTConfig,
-        known: "FewCallSegments | None" = None,
+        runs_head: bool = True,
+        runs_update: bool = True,
         sources: CallSiteTracker | None = None,
     ) -> OpRecorder:
         """Do train_minimal.train_step for one micro-batch on fake tensors; return the recorder.
@@ -324,14 +331,16 @@ class Planner:
         planner's model.
 
         Args:
-            known: segments of another step, which has the same head and the same update. If they
-                are given, leave head and update out of this step. None: run head and update.
+            runs_head, runs_update: False: leave head or update out, because another step has the
+                same one. One operator then replaces the update.
             sources: finds the call sites that the recorder stores; None: store no call sites.
         """
         model, parameters = self.model, list(self.local_model.parameters())
         blocks = model.blocks[: config.n_layers]
         with self.fake:
-            self.make_earlier_gradients(() if known else self.params_left_out(config.n_layers))
+            self.make_earlier_gradients(
+                self.params_left_out(config.n_layers) if runs_update else ()
+            )
             rows = torch.zeros(batch_size, self.seq_len + 1, dtype=torch.int64)
             # As in data/batches.py: of one row, both are views of `rows`.
             batch = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -340,7 +349,7 @@ class Planner:
         with (
             recording_simulated_ops(self.device_type, self.fake, sources, self.card_name) as log,
             patched(model, blocks=blocks),
-            patched(head, chunk_starts=make_chunk_starts_replacement(log, known)),
+            patched(head, chunk_starts=make_chunk_starts_replacement(log, runs_head)),
             ExitStack() as hooks,
         ):
             model.config, pool = config, SimulatedPinnedPool(log, self.on_cpu)
@@ -370,7 +379,7 @@ class Planner:
                 shards = model, self.local_model, self.layout.shard_degree, self.sums
                 copies = self.gradient_copies is not None
                 add_shards(log, *shards, self.on_cpu, self.gather_in_bfloat16, copies)
-            self.simulate_update(log, parameters, known)
+            self.simulate_update(log, parameters, runs_update)
             del loss  # the trainer keeps the loss until here
         for buffer in pool.buffers:
             log.label_storage(
@@ -391,10 +400,10 @@ class Planner:
             self.sums |= {p: torch.empty(n, *p.shape) for p in self.local_model.parameters()}
 
     def simulate_update(
-        self, log: OpRecorder, parameters: list[nn.Parameter], known: FewCallSegments | None
+        self, log: OpRecorder, parameters: list[nn.Parameter], runs_update: bool
     ) -> None:
         """Clip the gradients of all parameters, also those of blocks that did not run, update the
-        parameters and free the gradients, once in a step. `known`: see `run_fake_step`."""
+        parameters and free the gradients, once in a step. `runs_update`: see `run_fake_step`."""
         log.enter_phase("optimizer")
         if (dtype := self.gradient_copies) and self.layout.gradients_persist:
             # Freed when the averages exist
@@ -402,13 +411,12 @@ class Planner:
             for copy in copies:
                 log.label_storage(copy, "gradients", "gradient on its way")
             del copies, copy
-        if known:
-            # One operator replaces the update, so storages that are freed below end after it.
-            torch.empty(1)
-        else:
+        if runs_update:
             # A GPU clips all tensors at once. By default torch would not do so on a CPU.
             self.clip_gradients(parameters, 1.0, foreach=not self.on_cpu)
-            self.optimizer.step()
+            step_once_of_each_kind(self.optimizer, log)
+        else:
+            torch.empty(1)  # storages that are freed below end after this operator
         self.optimizer.zero_grad(set_to_none=True)
 
     def params_left_out(self, n: int) -> set[nn.Parameter]:
@@ -489,18 +497,17 @@ class SimulatedPinnedPool(PinnedPool):
 
 
 def make_chunk_starts_replacement(
-    log: OpRecorder, known: "FewCallSegments | None"
+    log: OpRecorder, runs_head: bool
 ) -> Callable[[int, int], Iterator[int]]:
     """Return a replacement for `chunk_starts` of memory/head.py that yields few chunks.
 
     The head may have millions of chunks. The replacement yields the starts of the first chunk, of
     the second chunk, and of the last chunk. The second chunk represents all chunks between the
-    first and the last, because they run the same operators. If `known` is given, its step has the
-    operators of the head. Then the replacement yields no chunk.
+    first and the last, because they run the same operators. `runs_head`: False: yield no chunk.
     """
 
     def starts_of_few(n_tokens: int, n: int) -> Iterator[int]:
-        n_chunks = 0 if known else math.ceil(n_tokens / n)
+        n_chunks = math.ceil(n_tokens / n) if runs_head else 0
         chunk = 0
         for log.times in [1, n_chunks - 2, 1] if n_chunks > 3 else [1] * n_chunks:
             yield chunk * n
@@ -574,6 +581,22 @@ def make_optimizer_state(
         parameter.grad = torch.empty_like(parameter)
     getattr(optimizer, "make_state", optimizer.step)()
     optimizer.zero_grad(set_to_none=True)
+
+
+def step_once_of_each_kind(optimizer: torch.optim.Optimizer, log: OpRecorder) -> None:
+    """Record the optimizer's step. Of updates that run the same operators, run one.
+
+    The recorder counts this one as often as there are such updates. An optimizer with a method
+    `updates_by_kind` tells which updates these are; any other optimizer runs a whole step.
+    """
+    if not hasattr(optimizer, "updates_by_kind"):
+        optimizer.step()
+        return
+    with torch.no_grad():
+        for updates in optimizer.updates_by_kind().values():
+            log.times = len(updates)
+            updates[0]()
+    log.times = 1
 
 
 def forward_and_backward(

@@ -6,7 +6,9 @@ gradient, torch's AdamW stores 8 bytes per parameter. No recompute policy can fr
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,18 +136,35 @@ class LeanOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have gradients. `closure` is not supported."""
         self.make_state()
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if group["rule"] == "muon":
+        for updates in self.updates_by_kind().values():
+            for update in updates:
+                update()
+
+    def updates_by_kind(self) -> dict[tuple, list[Callable[[], None]]]:
+        """Return the updates of a step, each of one parameter or of one batch of matrices.
+
+        They are independent. Updates of one kind run the same operators on tensors of the same
+        shapes, so that the planner need not simulate each of them.
+        """
+        updates = defaultdict[tuple, list[Callable[[], None]]](list)
+        for i, group in enumerate(self.param_groups):
+            alike = defaultdict[tuple, list[Tensor]](list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    alike[p.shape, p.stride(), p.grad.stride(), p.grad.dtype].append(p)
+            for kind, parameters in alike.items():
                 # Muon updates the matrices of one shape together, in batches of at most n matrices.
-                for shape in dict.fromkeys(p.shape for p in parameters):
-                    alike = [p for p in parameters if p.shape == shape]
-                    n = max(1, UPDATE_CHUNK_ELEMENTS // shape.numel())
-                    for i in range(0, len(alike), n):
-                        self.muon(alike[i : i + n], group)
-            else:
-                for parameter in parameters:
-                    self.adamw(parameter, group)
+                is_muon = group["rule"] == "muon"
+                n = max(1, UPDATE_CHUNK_ELEMENTS // kind[0].numel()) if is_muon else 1
+                for at in range(0, len(parameters), n):
+                    batch = parameters[at : at + n]
+                    run = (
+                        partial(self.muon, batch, group)
+                        if is_muon
+                        else partial(self.adamw, batch[0], group)
+                    )
+                    updates[i, len(batch), *kind].append(run)
+        return updates
 
     def adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Update one parameter with AdamW, UPDATE_CHUNK_ELEMENTS elements at a time."""
