@@ -39,7 +39,8 @@ allocates in the same order as on a CPU. So the plan for a GPU uses the same tab
 not count weights that an optimizer gathers. (Muon gathers a few full matrices at a time.)
 """
 
-from itertools import pairwise
+from collections.abc import Iterable
+from itertools import chain, pairwise
 from typing import cast
 
 import torch
@@ -84,6 +85,22 @@ def gathered_bytes(model: MiniGPT, n: int) -> int:
     """Return the bytes of the full float32 weights of the root group, which each of n processes has
     from forward to the end of backward."""
     return 4 * sum(p.numel() for p in root_group_params(model, in_bfloat16=False)) * (n > 1)
+
+
+def state_bytes(model: MiniGPT, optimizer_state: Iterable[Tensor], n: int) -> int:
+    """Return the bytes that every step takes in each of n processes that share one model.
+
+    They are the weights, the gradients, the optimizer's state, and the weights that a process
+    gathers. `model` and `optimizer_state` are whole, and may be on "meta": nothing is simulated.
+    """
+    weights = list(model.parameters())
+    tensors = chain(weights, weights, optimizer_state)  # weights, and their gradients
+    return gathered_bytes(model, n) + sum(bytes_of_rows(tensor, n) for tensor in tensors)
+
+
+def bytes_of_rows(tensor: Tensor, n: int) -> int:
+    """Return the bytes of a 1 / n of a tensor's rows, rounded up to whole rows."""
+    return -(-len(tensor) // n) * (tensor.nbytes // len(tensor)) if tensor.dim() else tensor.nbytes
 
 
 def add_shards(

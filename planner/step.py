@@ -47,7 +47,7 @@ from .layout import Layout
 from .op_recorder import CallSiteTracker, OpRecorder
 from .operators import cublas_workspace_bytes, kernel_workspace_bytes
 from .record import StepRecord, build_step_record
-from .shards import add_shards, block_group_params, gathered_bytes, make_local_model
+from .shards import add_shards, block_group_params, make_local_model
 from .timeline import KINDS, Segment, StepMemory, split_into_segments
 
 
@@ -123,7 +123,7 @@ class Planner:
     gradient_copies: torch.dtype | None = None
     gather_in_bfloat16: bool = False  # gather the blocks' shards in bfloat16
     card_name: str | None = None  # name in CARDS; None: another card
-    on_simulate: Callable[[], object] = lambda: None  # called before each simulation
+    on_simulate: Callable[[int], object] = lambda n: None  # gets each simulation's operators
 
     def __post_init__(self) -> None:
         config = self.config
@@ -134,7 +134,9 @@ class Planner:
         shard = sequence if self.layout.sp_degree > 1 else None
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
+        self.largest_batches: dict[tuple, int] = {}
         self.few_call_segments: dict[tuple, FewCallSegments] = {}
+        self.n_simulated_ops = 0
         self.update: Segment | None = None  # the same for every policy and batch; simulated once
         with self.fake:
             self.model = MemorySavingGPT(config, self.device_type, shard).train()
@@ -165,12 +167,13 @@ class Planner:
         config = self.model.checked_config(replace(self.config, **memory))
         key, plan = (batch_size, config), recompute_plan_of_config(config)
         if key not in self.steps:
-            # Some memory of a block still exists when the next block runs: tensors that offload is
-            # copying, or all-gather buffers. This memory depends on both blocks. So simulate the
-            # whole step if blocks with offload have several policies, or if sharded blocks run in
-            # groups.
-            is_mix, in_groups = len(set(plan.policies)) > 1, plan.group_size > 1
-            if plan.offload and is_mix or self.layout.shard_degree > 1 and in_groups:
+            # Some memory of a call still exists when the next call runs: tensors that offload is
+            # copying, or all-gather buffers. This memory depends on both calls. So simulate the
+            # whole step if calls with offload have several policies, or if groups of sharded
+            # blocks are unequal.
+            is_mix, sizes = len(set(plan.policies)) > 1, {*plan.group_policies_and_sizes}
+            has_shards = self.layout.shard_degree > 1 and plan.group_size > 1
+            if plan.offload and is_mix or has_shards and len(sizes) > 1:
                 _, self.steps[key] = self.simulate_whole_step(batch_size, config)
             else:
                 self.steps[key] = self.compose_step(batch_size, config)
@@ -223,7 +226,6 @@ class Planner:
                 if policy == "none"
                 else self.simulate_few_call_segments(batch_size, plain, "none", 1)
             )
-            self.on_simulate()
             n = plain.n_layers // size
             if self.are_alike:  # only calls near the first and the last may differ
                 ends_differ = moves or self.layout.shard_degree > 1
@@ -239,6 +241,13 @@ class Planner:
                 self.are_alike = False
                 return self.simulate_few_call_segments(batch_size, config, policy, size)
             segments = split_into_segments(log, [size] * n)
+            if self.gather_in_bfloat16:
+                # The root group has the LayerNorms of all blocks. When backward ends, their whole
+                # gradients are freed, also those of the blocks that do not run here.
+                rest = self.model.blocks[n * size :]
+                norms = {*rest.parameters()} - {*block_group_params(rest, in_bfloat16=True)}
+                freed = segments[-2].allocated_and_freed_by_kind[-1, 1]
+                freed[KINDS.index("gradients")] += sum(p.nbytes for p in norms)
             if runs_update:
                 # The update needs the gradients of all blocks. So the gradients of the blocks that
                 # do not run here exist from the start of this step. Do not count these gradients:
@@ -247,7 +256,7 @@ class Planner:
                 allocated = segments[0].allocated_and_freed_by_kind[0, 0]
                 allocated[KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
                 self.update = segments[-1]
-            elif frame is None:
+            elif frame is None and self.update:
                 segments[-1] = self.update
             self.few_call_segments[key] = FewCallSegments(segments)
         return self.few_call_segments[key]
@@ -260,6 +269,15 @@ class Planner:
             host: bytes of CPU memory that offload may take; None: unknown, so there is no limit.
             memory: changed settings of the config, as in `step`.
         """
+        key = budget, host, replace(self.config, **memory)
+        if key not in self.largest_batches:
+            self.largest_batches[key] = self.find_largest_batch(budget, start, host, memory)
+        return self.largest_batches[key]
+
+    def find_largest_batch(
+        self, budget: int, start: int, host: int | None, memory: dict[str, Any]
+    ) -> int:
+        """Return what `largest_batch` caches. The result is the same for every `start`."""
         with_offload = recompute_plan_of_config(replace(self.config, **memory)).offload
         # With fewer than `min_batch` sequences the residual stream is too small for offload. So
         # steps with fewer sequences do not predict steps with larger batches.
@@ -270,7 +288,7 @@ class Planner:
         )
         one = self.step(max(start, min_batch, 2), **memory)
         # Prefer the step with one sequence: other functions need it, too, and `step` caches it.
-        two = self.step(one.batch_size + 1 if with_offload else 1, **memory)
+        two = self.step(one.batch_size + 1 if min_batch > 1 else 1, **memory)
         if len(bytes_at_ops_outside_head(one)) != len(bytes_at_ops_outside_head(two)):
             # With one sequence a reshape may return a view. With more sequences it copies, which is
             # one more operator. So replace the step with one sequence.
@@ -299,7 +317,6 @@ class Planner:
 
         `sources`: finds the call sites that the recorder stores; None: store no call sites.
         """
-        self.on_simulate()
         log = self.run_fake_step(batch_size, config, sources=sources)
         segments = split_into_segments(
             log, [size for _, size in recompute_plan_of_config(config).group_policies_and_sizes]
@@ -338,9 +355,7 @@ class Planner:
         model, parameters = self.model, list(self.local_model.parameters())
         blocks = model.blocks[: config.n_layers]
         with self.fake:
-            self.make_earlier_gradients(
-                self.params_left_out(config.n_layers) if runs_update else ()
-            )
+            self.make_earlier_gradients(self.params_left_out(config.n_layers), runs_update)
             rows = torch.zeros(batch_size, self.seq_len + 1, dtype=torch.int64)
             # As in data/batches.py: of one row, both are views of `rows`.
             batch = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -385,14 +400,17 @@ class Planner:
             log.label_storage(
                 buffer, "activations", "buffer of offload", "copies wait in it for backward"
             )
+        self.n_simulated_ops += log.n_ops
+        self.on_simulate(log.n_ops)
         return log
 
-    def make_earlier_gradients(self, left_out: Iterable[nn.Parameter]) -> None:
-        """Make the gradients that exist before forward: of earlier micro-batches, of shards, and of
-        the weights `left_out`. `sums` gets what is not in `.grad`: the float32 sums of bfloat16
-        weights, and pending sums."""
-        shards = self.local_model.parameters() if self.layout.shard_degree > 1 else ()
-        weights = self.params_with_kept_grads.union(shards, left_out)
+    def make_earlier_gradients(self, left_out: set[nn.Parameter], runs_update: bool) -> None:
+        """Make the gradients that exist before forward: of earlier micro-batches, of shards, and,
+        if the update runs, of the weights `left_out`. `sums` gets what is not in `.grad`: the
+        float32 sums of bfloat16 weights, and pending sums."""
+        shards = {*self.local_model.parameters()} if self.layout.shard_degree > 1 else set()
+        made_here = (shards | left_out) if runs_update else (shards - left_out)
+        weights = self.params_with_kept_grads | made_here
         self.sums = {p: torch.empty(p.shape) for p in weights if p.dtype != torch.float32}
         for parameter in weights - self.sums.keys():
             parameter.grad = torch.empty_like(parameter)
@@ -421,28 +439,12 @@ class Planner:
 
     def params_left_out(self, n: int) -> set[nn.Parameter]:
         """Return this process's weights of the blocks after the first n, which a short step leaves
-        out."""
-        blocks = self.local_model.blocks
-        return {*blocks[n:].parameters()} - {*blocks[:n].parameters()}
-
-    @property
-    def n_parameters(self) -> int:
-        """Number of parameters of the whole model. A parameter that blocks share counts once."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of weights, gradients and the optimizer's state in a process, and of the weights
-        that it gathers. Every step takes at least these bytes, with every recompute policy."""
-        return self.shard_state_bytes(self.layout.shard_degree)
-
-    def shard_state_bytes(self, n: int) -> int:
-        """Return `state_bytes` of each of n processes that shard the model."""
-        return gathered_bytes(self.model, n) + sum(
-            bytes_of_rows(tensor, n // self.layout.shard_degree)
-            for parameter in self.local_model.parameters()
-            for tensor in (parameter, parameter, *self.optimizer.state[parameter].values())
+        out. (LayerNorms that belong to the root group of shards are not among them.)"""
+        ran, left_out = (
+            {*block_group_params(blocks, self.gather_in_bfloat16)}
+            for blocks in (self.local_model.blocks[:n], self.local_model.blocks[n:])
         )
+        return left_out - ran
 
     @property
     def inaccuracy_note(self) -> str:
@@ -461,11 +463,6 @@ class Planner:
         """Weights whose gradients exist during the whole step, from its start to its end."""
         persist = self.accumulates_gradients or self.layout.gradients_persist
         return set(self.model.parameters()) if persist else set()
-
-
-def bytes_of_rows(tensor: Tensor, n: int) -> int:
-    """Return the bytes of a 1 / n of a tensor's rows, rounded up to whole rows."""
-    return -(-len(tensor) // n) * (tensor.nbytes // len(tensor)) if tensor.dim() else tensor.nbytes
 
 
 def fake_all_to_all(x: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:

@@ -63,12 +63,12 @@ from scripts.style import about, write_json
 from trainer.flags import AUTO, number_in_range, output_file
 from trainer.metrics import format_bytes
 from trainer.optimizer import optimizer_name
-from trainer.plan import POLICY_FLAG, Plan, cost_of, in_words, plan_for_command
+from trainer.plan import POLICY_FLAG, Plan, plan_for_command
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 from trainer.settings import Settings, check_layout, resolve, row
 
-PROGRESS = "{n_fmt} steps simulated [{elapsed}]"  # the total is not known in advance
+PROGRESS = "{n_fmt} operators simulated [{elapsed}]"  # the total is not known in advance
 DEEPER = 2  # largest number of policies that the line of `deeper_words` names
 
 
@@ -168,7 +168,7 @@ def describe_target(plan: Plan, seconds: float) -> str:
     unknown = f"no {kind} here and no --memory-budget: what fits cannot be told"
     limit = unknown if budget.limit_bytes is None else f"tensors may take {budget}"
     lines = [
-        f"model    {plan.planner.n_parameters:,} parameters: {describe_model(plan.config)}",
+        f"model    {plan.n_parameters:,} parameters: {describe_model(plan.config)}",
         f"batch    {settings.grad_accum_steps} x {settings.batch_size} sequences of "
         f"{settings.seq_len} tokens",
         f"device   {kind}, {precision}{parallel_words(plan.layout)}",
@@ -193,9 +193,9 @@ def parallel_words(layout: Layout) -> str:
 
 
 def state_words(plan: Plan) -> str:
-    settings, planner, shards = plan.settings, plan.planner, plan.layout.shard_degree
-    gathered = gathered_bytes(planner.model, shards)
-    size = (planner.state_bytes - gathered) * shards / planner.n_parameters
+    settings, shards = plan.settings, plan.layout.shard_degree
+    gathered = gathered_bytes(plan.meta_model, shards)
+    size = (plan.state_bytes - gathered) * shards / plan.n_parameters
     moments = settings.moments_dtype
     dtype = f" in {moments}" if moments != "float32" else ""
     kept = f"weights, gradients, {optimizer_name(settings)}{dtype}"
@@ -220,21 +220,39 @@ def command_line(typed: PlanSettings, **changes: Any) -> str:
     return shlex.join([*start, *words])
 
 
-def verdict(plan: Plan, typed: PlanSettings, taken: Plan | None, table: list[Plan]) -> list[str]:
-    """Return the command to run, as lines. If nothing fits, return the reason and, if a change of
-    flags makes the run fit, the command with this change."""
+def answer(plan: Plan, typed: PlanSettings, taken: Plan | None) -> list[str]:
+    """Return the lines before the table: whether the step fits, the whole run's time, the command.
+
+    `taken`: the recommended plan; None: nothing fits, although the state alone would.
+    """
+    usable = format_bytes(plan.usable_bytes)
+    if taken is None:
+        least = plan.with_fastest_policy()
+        return [
+            f"does not fit: the smallest peak, with {least.policy}, is {format_bytes(least.peak)}, "
+            f"and tensors may take {usable}"
+        ]
+    batch = f"batch {taken.settings.batch_size:,} with {taken.policy}"
+    lines = [
+        f"fits     {batch}: {format_bytes(taken.peak)} of {usable}; at most batch "
+        f"{taken.largest_batch:,}"
+    ]
+    return [
+        *lines, *whole_run(plan, taken)[1], command_line(typed, **changes(taken, plan.settings))
+    ]  # fmt: skip
+
+
+def way_out(plan: Plan, typed: PlanSettings, taken: Plan | None, table: list[Plan]) -> list[str]:
+    """Return the lines after the table, on changes of flags that make the run fit, or make it fit
+    without offload; with the command, if the training stays the same."""
     if plan.memory_budget.limit_bytes is None:
         return ["--memory-budget 8GiB, for example, shows what fits and which policy to take"]
-    if any(map(longest_sequence, table)):
-        return [longest_command(plan, typed, table)]
-    lines = [command_line(typed, **changes(taken, plan.settings))] if taken else []
     if taken and not offloads(taken):
-        return lines
+        return []
     advice, change = plan.advice()
-    if taken:  # another change may be cheaper than offloading
-        if change and "+offload" not in change.get(POLICY_FLAG, ""):
-            lines.insert(0, f"or, instead of offloading, {in_words(change)} ({cost_of(change)})")
-        return lines
+    if taken:
+        instead = change and "+offload" not in change.get(POLICY_FLAG, "")
+        return [f"or, instead of offloading, {advice}"] if instead else []
     tight = " with a margin" if any(map(fits_tightly, table)) else ""
     lines = [f"nothing fits{tight}; {advice}"]
     return [*lines, command_line(typed, **change)] if change else lines
@@ -285,30 +303,41 @@ def whole_run(plan: Plan, taken: Plan | None) -> tuple[dict[str, Any], list[str]
 
 def print_plan(plan: Plan, typed: PlanSettings, bar: tqdm) -> dict[str, Any]:
     """Print the plan; return the content of the JSON file. Raises MiniGPTError."""
-    settings, budget, record = list[Plan](), plan.memory_budget, None
-    table = list[Plan]()
-    if budget.limit_bytes is None or plan.state_bytes < budget.limit_bytes:
-        settings = search_settings(plan) if typed.all_knobs else []
-        table = [] if settings else policy_table(plan, typed.longest_sequence)
-    taken = settings[0] if settings else recommend(table)
+    budget, record, longest = plan.memory_budget, None, typed.longest_sequence
+    can_fit = budget.limit_bytes is not None and plan.state_bytes < plan.usable_bytes
+    settings = search_settings(plan) if typed.all_knobs and can_fit else []
+    taken = settings[0] if settings else recommend(plan) if can_fit else None
+    table, lines = list[Plan](), list[str]()
+    if longest and can_fit:
+        table = policy_table(plan, taken, with_nested=True)
+        lines = [longest_command(plan, typed, table)] if any(map(longest_sequence, table)) else []
+    elif can_fit:
+        lines = answer(plan, typed, taken)
+    elif budget.limit_bytes is not None:
+        lines = way_out(plan, typed, None, [])
+    if lines:
+        bar.write("\n".join(lines) + "\n")
     if settings:
         bar.write(plan_table.format_settings(settings) + "\n")
-    if table:
+    elif budget.limit_bytes is None or plan.state_bytes < budget.limit_bytes:
+        table = table or policy_table(plan, taken, with_nested=longest)
         bar.write(plan_table.format_table(table, taken) + "\n")
         if host := plan_table.describe_host(table[-1]):
             bar.write(host + "\n")
-        if taken and not typed.longest_sequence:
-            if instead := taken.advise_batch_without_recompute():
-                bar.write(f"note     {instead}\n")
+        if taken and not longest and (instead := taken.advise_batch_without_recompute()):
+            bar.write(f"note     {instead}\n")
     if (settings or table) and (note := plan.planner.inaccuracy_note):
         bar.write(f"note     {note}\n")
     if typed.at_peak:
         record = record_step(plan, typed, taken)
         bar.write(plan_table.format_peak(record) + "\n")
-    run, words = whole_run(plan, taken)
-    lines = [*deeper_words(taken), *words, *verdict(plan, typed, taken, table)]
-    bar.write("\n".join(lines))
-    return results(plan, table, settings, run, record) if typed.json else {}
+    rest = deeper_words(taken)
+    if can_fit and not any(map(longest_sequence, table)) or budget.limit_bytes is None:
+        rest += way_out(plan, typed, taken, table)
+    if rest:
+        bar.write("\n".join(rest))
+    takes = recommend(plan) if can_fit and settings else taken
+    return results(plan, takes, table, settings, record) if typed.json else {}
 
 
 def record_step(plan: Plan, typed: PlanSettings, taken: Plan | None) -> StepRecord:
@@ -323,15 +352,15 @@ def record_step(plan: Plan, typed: PlanSettings, taken: Plan | None) -> StepReco
 
 def results(
     plan: Plan,
+    taken: Plan | None,
     table: list[Plan],
     settings: list[Plan],
-    run: dict[str, Any],
     record: StepRecord | None,
 ) -> dict[str, Any]:
-    """Return the content of the JSON file without the metadata of `about`. Sizes are in bytes."""
-    flags = plan.settings
-    table = table or policy_table(plan, with_nested=False)
-    taken = recommend(table)
+    """Return the content of the JSON file without the metadata of `about`. Sizes are in bytes.
+    `taken`: the recommended row."""
+    flags, first = plan.settings, settings[0] if settings else taken
+    table = table or policy_table(plan, taken, with_nested=False)
     shape = flags.batch_size, flags.seq_len, plan.precision
     moments = flags.optimizer, getattr(torch, flags.moments_dtype)
     config = (taken or min(table, key=lambda row: row.peak)).step.config
@@ -347,7 +376,7 @@ def results(
         "budget_bytes": plan.memory_budget.limit_bytes,
         "safe_bytes": plan.memory_budget.usable_bytes,
         "takes": taken and taken.policy,
-        "run": run,
+        "run": whole_run(plan, first)[0],
         "optimizer": flags.optimizer,
         "moments_dtype": flags.moments_dtype,
         "closed_form": closed_form_bytes_by_part(config, *shape, *moments),
@@ -358,7 +387,7 @@ def results(
                 "peak_bytes": deeper.peak,
                 "seconds": deeper.seconds if deeper.card else None,
             }
-            for deeper in if_memory_runs_out(settings[0] if settings else taken)
+            for deeper in if_memory_runs_out(first)
         ],
         "all_knobs": [as_json(row, flags) for row in settings],
         "alive_at_peak": record and plan_table.at_peak(record),
@@ -370,7 +399,7 @@ def results(
 def main(argv: list[str]) -> None:
     typed = parse(argv)
     plan, seconds = make_plan(typed)  # before the progress bar: --help and errors need none
-    with tqdm(bar_format=PROGRESS, disable=None, leave=False) as bar:
+    with tqdm(bar_format=PROGRESS, disable=None, leave=False, miniters=1) as bar:
         plan = replace(plan, on_simulate=bar.update)
         bar.write(describe_target(plan, seconds) + "\n")
         result = print_plan(plan, typed, bar)

@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import chain
 from statistics import mode
 from typing import Any
 
@@ -119,28 +120,27 @@ def as_json(plan: Plan, settings: Settings) -> dict[str, Any]:
 # ---- the table
 
 
-def policy_table(plan: Plan, with_nested: bool) -> list[Plan]:
+def policy_table(plan: Plan, taken: Plan | None, with_nested: bool) -> list[Plan]:
     """Return the plan with each policy of `uniform_policies`, and with OFFLOAD_POLICY.
 
-    If the cheapest policy that fits is a mix of two policies or a nested group (`full/K+nested`),
-    it has a row, too. `with_nested`: nested groups always have rows.
+    The policy of `taken` has a row, also if it is a mix of two policies or a nested group
+    (`full/K+nested`). `with_nested`: nested groups always have rows.
     """
     names = [*uniform_policies(plan.planner), OFFLOAD_POLICY]
-    taken = plan.with_fastest_policy().policy
     if with_nested:
         names[-1:-1] = nested_checkpoint_policies(plan.settings.n_layers)
-    if taken not in names:
-        mix = plan.with_policy(taken).settings.recompute_plan
+    if taken and taken.policy not in names:
+        mix = taken.settings.recompute_plan
         before = OFFLOAD_POLICY if mix.nested else mix.policies[0]
-        names.insert(names.index(before), taken)
+        names.insert(names.index(before), taken.policy)
     return [plan.with_policy(name) for name in names]
 
 
-def recommend(plans: list[Plan]) -> Plan | None:
-    """Return the cheapest plan that fits with the margin; None if none fits. Offloaded plans come
-    last, because no predicted time includes their copies."""
-    safe = [plan for plan in plans if fits_safely(plan)]
-    return min(safe, key=lambda plan: (offloads(plan), cost(plan)), default=None)
+def recommend(plan: Plan) -> Plan | None:
+    """Return the fastest plan that fits with the margin; None if none fits. Offload comes last,
+    because no predicted time includes its copies."""
+    ways = plan.with_fastest_policy(), plan.with_policy(OFFLOAD_POLICY)
+    return next(filter(fits_safely, ways), None)
 
 
 def format_table(plans: list[Plan], taken: Plan | None) -> str:
@@ -150,7 +150,7 @@ def format_table(plans: list[Plan], taken: Plan | None) -> str:
     for plan in plans:
         largest, longest = largest_batch(plan), longest_sequence(plan)
         line = {
-            " <": ">" if plan is taken else "",
+            " <": ">" if taken and plan.policy == taken.policy else "",
             "policy<": plan.policy,
             "peak>": format_bytes(plan.peak),
         }
@@ -203,9 +203,10 @@ def if_memory_runs_out(plan: Plan | None) -> Iterator[Plan]:
     policy changes only when torchrun restarts the run; its flag is --max-restarts.)"""
     if plan and longest_sequence(plan) is None and plan.settings.on_out_of_memory == "deeper":
         share = RESTART_SHARE_OF_FAILED_PEAK if plan.layout.shard_degree > 1 else 1
-        plans = [plan, *plan.deeper()]
-        while plans := plans_to_try(plans, share=share):
-            yield plans[0]
+        plans: Iterator[Plan] = chain([plan], plan.deeper())
+        while following := next(plans := plans_to_try(plans, share=share), None):
+            yield following
+            plans = chain([following], plans)
 
 
 # ---- the longest sequence
@@ -235,9 +236,13 @@ def longest_sequence(plan: Plan) -> int | None:
 
     if plan.state_bytes > plan.usable_bytes:
         return 0
-    # With fused attention, memory depends only on the number of tokens. So the guess is the number
-    # of tokens in the largest batch, divided by --batch-size.
-    guess = plan.largest_batch * settings.seq_len // (settings.batch_size * STEP)
+    # With fused attention the peak is linear in the number of tokens, and in that of positions.
+    few, many = (plan.with_flags(batch_size=n) for n in (1, max(2, settings.batch_size)))
+    per_step = settings.batch_size * STEP * (many.peak - few.peak)
+    per_step //= settings.seq_len * (many.settings.batch_size - 1)
+    longer = plan.with_flags(**with_length(settings, settings.seq_len + STEP))
+    per_step += longer.state_bytes - plan.state_bytes
+    guess = settings.seq_len // STEP + (plan.usable_bytes - plan.peak) // per_step
     typed = "max_position_embeddings" in settings.typed
     max_n = (settings.max_position_embeddings if typed else MAX_COUNT) // STEP
     return STEP * most_that_fit(peak, plan.state_bytes, plan.usable_bytes, guess, max_n)

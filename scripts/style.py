@@ -78,7 +78,7 @@ def record_steps(plan: Plan, policies: Mapping[str, dict[str, Any]]) -> dict[str
 
 def describe(plan: Plan, batch: str = "") -> str:
     """Describe a planned step: "124M parameters, batch of 8 x 1,024 tokens, bfloat16 on a GPU"."""
-    millions = plan.planner.n_parameters / 1e6
+    millions = plan.n_parameters / 1e6
     size = f"{millions:,.{0 if millions > 10 else 2}f}M parameters"
     batch = batch or f"batch of {plan.settings.batch_size} x "
     precision = str(plan.precision).removeprefix("torch.")

@@ -7,7 +7,7 @@ gradient, torch's AdamW stores 8 bytes per parameter. No recompute policy can fr
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -58,17 +58,33 @@ def make_optimizer(
     gains, and embeddings, which are tables of vectors. Parameters may be sharded over processes
     (DTensors).
 
-    Weight decay pulls matrices and embeddings towards zero. Biases and LayerNorm gains get no
-    weight decay, because they have no reason to be small. `precision`: the dtype of the model's
-    matmuls. `sharded`: the parameters are this process's rows of sharded parameters, as plain
-    tensors (the planner has no DTensors).
+    `precision`: the dtype of the model's matmuls. `sharded`: the parameters are this process's
+    rows of sharded parameters, as plain tensors (the planner has no DTensors).
     """
-    muon = settings.optimizer == "muon"
+    muon, groups = settings.optimizer == "muon", make_param_groups(model, settings)
+    moments = getattr(torch, settings.moments_dtype)
+    unsharded = not (sharded or any(map(is_sharded, model.parameters())))
+    if not muon and moments == torch.float32 and unsharded:
+        return torch.optim.AdamW(groups, lr=settings.lr, betas=BETAS, eps=EPS, fused=True)
+    # Muon does many matmuls. bfloat16 has a third of the digits of float32, which is enough for
+    # these matmuls (Jordan, 2024). But some hardware only emulates bfloat16. So Muon's matmuls are
+    # in bfloat16 only if the model's matmuls are, and else in float32.
+    products = torch.bfloat16 if precision == torch.bfloat16 else torch.float32
+    lanes = PADDING_MULTIPLE if device.type == "cpu" else 1
+    return LeanOptimizer(groups, settings.lr, lanes, moments, products)
+
+
+def make_param_groups(model: MiniGPT, settings: Settings) -> Groups:
+    """Return the optimizer's groups of parameters.
+
+    Weight decay pulls matrices and embeddings towards zero. Biases and LayerNorm gains get no
+    weight decay, because they have no reason to be small.
+    """
     matrices, decayed, undecayed = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             undecayed.append(parameter)
-        elif muon and name.startswith("blocks."):
+        elif settings.optimizer == "muon" and name.startswith("blocks."):
             matrices.append(parameter)
         else:
             decayed.append(parameter)
@@ -76,18 +92,17 @@ def make_optimizer(
         {"params": decayed, "weight_decay": settings.weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
     ]
-    moments = getattr(torch, settings.moments_dtype)
-    unsharded = not (sharded or any(map(is_sharded, model.parameters())))
-    if not muon and moments == torch.float32 and unsharded:
-        return torch.optim.AdamW(groups, lr=settings.lr, betas=BETAS, eps=EPS, fused=True)
-    if muon:
+    if settings.optimizer == "muon":
         groups.append({"params": matrices, "weight_decay": settings.weight_decay, "rule": "muon"})
-    # Muon does many matmuls. bfloat16 has a third of the digits of float32, which is enough for
-    # these matmuls (Jordan, 2024). But some hardware only emulates bfloat16. So Muon's matmuls are
-    # in bfloat16 only if the model's matmuls are, and else in float32.
-    products = torch.bfloat16 if precision == torch.bfloat16 else torch.float32
-    lanes = PADDING_MULTIPLE if device.type == "cpu" else 1
-    return LeanOptimizer(groups, settings.lr, lanes, moments, products)
+    return groups
+
+
+def optimizer_state(model: MiniGPT, settings: Settings) -> Iterator[Tensor]:
+    """Yield the tensors that the optimizer keeps for `model` from step to step."""
+    moments = getattr(torch, settings.moments_dtype)
+    for group in make_param_groups(model, settings):
+        for parameter in group["params"]:
+            yield from initial_param_state(parameter, group, moments).values()
 
 
 class LeanOptimizer(torch.optim.Optimizer):
@@ -151,19 +166,16 @@ class LeanOptimizer(torch.optim.Optimizer):
             alike = defaultdict[tuple, list[Tensor]](list)
             for p in group["params"]:
                 if p.grad is not None:
-                    alike[p.shape, p.stride(), p.grad.stride(), p.grad.dtype].append(p)
+                    alike[i, p.shape, p.stride(), p.grad.stride(), p.grad.dtype].append(p)
             for kind, parameters in alike.items():
+                if group["rule"] != "muon":
+                    updates[kind] = [partial(self.adamw, p, group) for p in parameters]
+                    continue
                 # Muon updates the matrices of one shape together, in batches of at most n matrices.
-                is_muon = group["rule"] == "muon"
-                n = max(1, UPDATE_CHUNK_ELEMENTS // kind[0].numel()) if is_muon else 1
+                n = max(1, UPDATE_CHUNK_ELEMENTS // parameters[0].numel())
                 for at in range(0, len(parameters), n):
                     batch = parameters[at : at + n]
-                    run = (
-                        partial(self.muon, batch, group)
-                        if is_muon
-                        else partial(self.adamw, batch[0], group)
-                    )
-                    updates[i, len(batch), *kind].append(run)
+                    updates[kind + (len(batch),)].append(partial(self.muon, batch, group))
         return updates
 
     def adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:

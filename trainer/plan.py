@@ -10,17 +10,18 @@ scripts/plan_memory.py.
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
 
 from data import MiniGPTError
 from data.tokenizer import load_tokenizer
+from memory import MemorySavingGPT
 from model import MiniGPTConfig
 from planner import Card, Layout, Planner, StepMemory
 from planner.cards import CARDS, THIS_MACHINE, choose_card
@@ -32,6 +33,7 @@ from planner.choose import (
     simulate_policies_fastest_first,
 )
 from planner.roofline import LINK_EFFICIENCY, LINKS
+from planner.shards import state_bytes
 
 from .bootstrap import PROJECT_FOLDER
 from .device import (
@@ -46,7 +48,7 @@ from .device import (
 )
 from .flags import AUTO
 from .metrics import format_bytes
-from .optimizer import make_optimizer, optimizer_name
+from .optimizer import make_optimizer, optimizer_name, optimizer_state
 from .pretrained import read_vocab_size
 from .process import OneProcess
 from .settings import SHAPE_BY_MODEL, Settings, to_words
@@ -57,6 +59,7 @@ POLICY_FLAG = "use_activation_checkpoint"
 # predicted peak of at most this share of the failed policy's predicted peak. A restart takes long,
 # so the first policy after a restart should already fit.
 RESTART_SHARE_OF_FAILED_PEAK = 0.75
+ADVICE_OPS = 20_000  # advice ends after so many simulated operators, with what it has found
 SMALLER_MODEL = "a smaller model (--n-layers, --d-model)"
 Change = dict[str, Any]  # flags that are changed together: name in Settings -> new value
 
@@ -162,8 +165,15 @@ def suggest_change(
 # ---- the plan
 
 
-def do_nothing() -> None:
+def do_nothing(n: int) -> None:
     pass
+
+
+@cache
+def make_meta_model(config: MiniGPTConfig) -> MemorySavingGPT:
+    """Return a model whose parameters have shapes but no memory, and need no simulation."""
+    with torch.device("meta"):
+        return MemorySavingGPT(config)
 
 
 @cache
@@ -174,7 +184,7 @@ def make_planner(
     precision: torch.dtype,
     layout: Layout,
     card: Card | None,
-    on_simulate: Callable[[], object],
+    on_simulate: Callable[[int], object],
 ) -> Planner:
     """Return the planner of these settings. Raises MiniGPTError as `check_gather_dtype_flag`."""
     sharded, in_tree = layout.shard_degree > 1, settings.reproducible_sums
@@ -183,7 +193,6 @@ def make_planner(
         copies = torch.float32
     if sharded:
         check_gather_dtype_flag(settings, precision)
-    on_simulate()
     return Planner(
         settings.model_config(vocab_size),
         settings.seq_len,
@@ -217,7 +226,7 @@ class Plan:
     card: Card | None = None
     layout: Layout = Layout()
     link: str | None = None  # key of LINKS; None: leave the time of communication out
-    on_simulate: Callable[[], object] = do_nothing  # called before each simulated step
+    on_simulate: Callable[[int], object] = do_nothing  # gets each simulation's operators
 
     def with_flags(self, **flags: Any) -> "Plan":
         """Return the plan with other values of `flags`."""
@@ -252,9 +261,21 @@ class Plan:
         return make_planner(shared, self.vocab_size, *where, self.on_simulate)
 
     @property
+    def meta_model(self) -> MemorySavingGPT:
+        """The model on "meta". Its parameters do not depend on the recompute policy."""
+        return make_meta_model(replace(self.config, recompute="none"))
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of parameters of the whole model. A parameter that blocks share counts once."""
+        return sum(parameter.numel() for parameter in self.meta_model.parameters())
+
+    @cached_property
     def state_bytes(self) -> int:
-        """Bytes that every step takes in one process: see `Planner.state_bytes`."""
-        return self.planner.state_bytes
+        """Bytes of weights, gradients and the optimizer's state in a process, and of the weights
+        that it gathers. Every step takes at least these bytes. Nothing is simulated."""
+        model = self.meta_model
+        return state_bytes(model, optimizer_state(model, self.settings), self.layout.shard_degree)
 
     @property
     def step(self) -> StepMemory:
@@ -322,86 +343,96 @@ class Plan:
             else None
         )
 
-    def deeper(self) -> list["Plan"]:
-        """Return the plans that a run may switch to when memory runs out.
+    def deeper(self) -> Iterator["Plan"]:
+        """Yield the plans that a run may switch to when memory runs out.
 
         Each needs less memory than this plan and all plans before it. They have the fastest
-        policies for their peaks, the fastest first. On CUDA full+offload comes last, with which
-        saved tensors wait in CPU memory. Raises all errors of planning: for example, fake tensors
-        may not work with the model.
+        policies for their peaks, the fastest first; nested groups are simulated only when they are
+        asked for. On CUDA full+offload comes last, with which saved tensors wait in CPU memory.
+        Raises all errors of planning: for example, fake tensors may not work with the model.
         """
-        offload = [OFFLOAD_POLICY] if self.device.type == "cuda" else []
         steps = simulate_policies_fastest_first(self.planner, self.settings.batch_size, self.card)
-        for name in nested_checkpoint_policies(self.settings.n_layers) + offload:
-            steps.append(self.with_policy(name).step)
-        plans = [self.with_policy(step.config.recompute) for step in pareto_frontier(steps)]
-        return [plan for plan in plans if plan.peak < self.peak]  # each remembers its peak now
-
-    def changed_to_fit(self, change: Change) -> Change | None:
-        """Return `change` with the fastest policy with which it fits, without flags that have their
-        value already. Return None if it does not fit."""
-        # Weights and gradients of the blocks, which only flags of the model's shape change. A model
-        # for which not even these fit may be so large that planning each change takes long.
-        blocks = 8 * sum(weight.numel() for weight in self.planner.local_model.blocks.parameters())
-        if blocks > self.usable_bytes and "n_layers" not in change:
-            return None
-        plan = self.with_flags(**change).with_fitting_policy()
-        if plan is None:
-            return None
-        flags = {POLICY_FLAG: ""} | change | {POLICY_FLAG: plan.policy}
-        return {name: v for name, v in flags.items() if v != getattr(self.settings, name)}
-
-    def first_that_fits(self, changes: Iterator[Change] | list[Change]) -> Change | None:
-        """Return the first of `changes` that fits, as `changed_to_fit` returns it."""
-        return next((c for c in map(self.changed_to_fit, changes) if c is not None), None)
+        names = [step.config.recompute for step in pareto_frontier(steps)]
+        names += nested_checkpoint_policies(self.settings.n_layers)
+        names += [OFFLOAD_POLICY] if self.device.type == "cuda" else []
+        least = self.peak
+        for plan in map(self.with_policy, names):
+            if plan.peak < least:  # each remembers its peak now
+                least = plan.peak
+                yield plan
 
     def advice(self) -> tuple[str, Change | None]:
         """Return the cheapest change that makes a step fit and keeps the training the same.
 
         The result is (text for the user, change). The change has the fastest policy that fits with
         its other flags. If no such change exists, the change is None, and the text names changes of
-        the training. Each change in the text fits by simulation.
+        the training. Each change in the text fits by simulation; the search ends after ADVICE_OPS
+        operators. If the state alone exceeds the budget, nothing is simulated.
         """
-        change = self.first_that_fits(changes_with_same_training(self.settings, self.device.type))
+        if self.state_bytes >= self.usable_bytes:
+            return self.advice_on_state(), None
+        ops_left = ADVICE_OPS
+
+        def first_that_fits(changes: Iterable[Change]) -> Change | None:
+            """Return the first change that fits, with its policy, without flags that have their
+            value already."""
+            nonlocal ops_left
+            for change in changes:
+                plan = self.with_flags(**change)
+                if ops_left <= 0 or plan.state_bytes >= plan.usable_bytes:
+                    continue
+                before = plan.planner.n_simulated_ops
+                fits = plan.with_fitting_policy()
+                ops_left -= plan.planner.n_simulated_ops - before
+                if fits:
+                    flags = {POLICY_FLAG: ""} | change | {POLICY_FLAG: fits.policy}
+                    return {k: v for k, v in flags.items() if v != getattr(self.settings, k)}
+            return None
+
+        change = first_that_fits(changes_with_same_training(self.settings, self.device.type))
         if change is not None:
             return f"{in_words(change)} fits ({cost_of(change)})", change
-        reason, ways, n = "", list[str](), self.layout.shard_degree
-        if self.state_bytes >= self.usable_bytes:
-            each = f" in each of {n} processes" if n > 1 else ""
-            is_ddp = self.layout.gradients_persist and self.layout.world_size > 1
-            advice = " (train_fsdp.py deals them out)" if is_ddp else ""
-            reason = (
-                f"weights, gradients and {optimizer_name(self.settings)}'s state alone take "
-                f"{format_bytes(self.state_bytes)}{each}, more than the "
-                f"{format_bytes(self.usable_bytes)} "
-                f"that tensors may take{advice}: "
-            )
-        for alternatives in changes_of_training(self.settings):
-            if change := self.first_that_fits(alternatives):
+        ways = list[str]()
+        for change in map(first_that_fits, changes_of_training(self.settings)):
+            if change:
                 policy = change.pop(POLICY_FLAG, None)
                 ways.append(in_words(change) + (f" with {policy}" if policy else ""))
-        if shards := self.shards_needed:
-            ways.append(f"{shards} of this card with train_fsdp.py")
-        words = ", or ".join(ways or [SMALLER_MODEL])
-        return f"{reason}try what changes the training: {words}", None
+        more_cards = islice(self.on_more_cards(), 4 if ops_left > 0 else 0)
+        ways += islice((cards_in_words(plan) for plan in more_cards if plan.fits), 1)
+        return f"try what changes the training: {', or '.join(ways or [SMALLER_MODEL])}", None
 
-    @property
-    def shards_needed(self) -> int | None:
-        """Smallest number of GPUs with which train_fsdp.py fits. None: more than 64, or several
-        processes share the device. (A number is simulated only if the state alone fits.)"""
-        if self.device.type != "cuda" or self.layout.sp_degree > 1:
-            return None
-        one = replace(self.with_policy("full").with_flags(gather_dtype="float32"), layout=Layout())
-        whole = one.planner
-        possible = islice(
-            (
-                replace(one, layout=Layout("fsdp", world_size=n, local_world_size=n))
-                for n in range(self.layout.shard_degree + 1, 65)
-                if whole.shard_state_bytes(n) < self.usable_bytes
-            ),
-            4,
+    def advice_on_state(self) -> str:
+        """Return why no step fits in less than the state, and changes of the training whose state
+        fits, each with its bytes. Whether their steps fit is another question to the planner."""
+        processes, usable = self.layout.shard_degree, self.usable_bytes
+        each = f" in each of {processes} processes" if processes > 1 else ""
+        is_ddp = self.layout.gradients_persist and self.layout.world_size > 1
+        advice = " (train_fsdp.py deals them out)" if is_ddp else ""
+        ways = list[str]()
+        for alternatives in changes_of_training(self.settings):
+            plans = ((change, self.with_flags(**change)) for change in alternatives)
+            less = ((change, plan.state_bytes) for change, plan in plans)
+            fits = (f"{in_words(change)} ({format_bytes(n)})" for change, n in less if n < usable)
+            ways += islice(fits, 1)
+        for plan in islice(self.on_more_cards(), 1):
+            ways.append(f"{cards_in_words(plan)} ({format_bytes(plan.state_bytes)} each)")
+        return (
+            f"weights, gradients and {optimizer_name(self.settings)}'s state alone take "
+            f"{format_bytes(self.state_bytes)}{each}, more than the {format_bytes(usable)} "
+            f"that tensors may take{advice}: plan what changes the training and has less state: "
+            f"{', or '.join(ways or [SMALLER_MODEL])}"
         )
-        return next((plan.layout.world_size for plan in possible if plan.fits), None)
+
+    def on_more_cards(self) -> Iterator["Plan"]:
+        """Yield the plans of train_fsdp.py on more GPUs, at most 64, whose state fits, the fewest
+        first. Yield none if several processes share the device."""
+        if self.device.type != "cuda" or self.layout.sp_degree > 1:
+            return
+        one = self.with_policy("full").with_flags(gather_dtype="float32")
+        for n in range(self.layout.shard_degree + 1, 65):
+            plan = replace(one, layout=Layout("fsdp", world_size=n, local_world_size=n))
+            if plan.state_bytes < self.usable_bytes:
+                yield plan
 
     def advise_batch_without_recompute(self) -> str:
         """Return text on a smaller micro-batch with which a step fits without recompute.
@@ -455,7 +486,7 @@ class Plan:
             return 0
         config, micro_batches = step.config, settings.grad_accum_steps
         rate = LINK_EFFICIENCY * LINKS[self.link] * n / (n - 1)
-        whole = 4 * self.planner.n_parameters
+        whole = 4 * self.n_parameters
         gathered = whole // (2 if settings.gather_dtype == "bfloat16" else 1)
         backward, all_phases = step.phase_seconds(self.card)
         if self.layout.gradients_persist:
@@ -478,8 +509,14 @@ class Plan:
         return self.settings.tokens_per_step(self.layout.replicas) / self.seconds
 
 
-def plans_to_try(plans: Sequence[Plan], seen: int | None = None, share: float = 1.0) -> list[Plan]:
-    """Return the plans to try after the first of `plans` did not fit, in this order.
+def cards_in_words(plan: Plan) -> str:
+    return f"{plan.layout.world_size} of this card with train_fsdp.py"
+
+
+def plans_to_try(
+    plans: Iterable[Plan], seen: int | None = None, share: float = 1.0
+) -> Iterator[Plan]:
+    """Yield the plans to try after the first of `plans` did not fit, in this order.
 
     `plans`: a plan and its `deeper` plans. The limit is the peak of the first plan times `share`,
     less the margin of a MemoryBudget. The result begins with the fastest plan whose peak is within
@@ -490,12 +527,19 @@ def plans_to_try(plans: Sequence[Plan], seen: int | None = None, share: float = 
     `seen`: measured peak of the first plan in bytes; None: not measured. If `seen` is smaller than
     the predicted peak, the limit is computed from `seen`.
     """
-    failed, *deeper = plans
+    deeper = iter(plans)
+    failed = next(deeper)
     limit = share * min(failed.peak, seen or failed.peak)
     usable = MemoryBudget(int(limit), failed.device.type).usable_bytes or 0
-    resident = [plan.peak for plan in deeper if plan.policy != OFFLOAD_POLICY]
-    least = min(resident or [plan.peak for plan in deeper], default=0)
-    return [plan for plan in deeper if plan.peak <= max(usable, least)]
+    too_large = []
+    for plan in deeper:
+        if plan.peak <= usable and plan.policy != OFFLOAD_POLICY:
+            yield plan
+            yield from deeper  # each needs less memory than the one before
+            return
+        too_large.append(plan)
+    yield from [plan for plan in too_large if plan.policy != OFFLOAD_POLICY][-1:]
+    yield from (plan for plan in too_large if plan.policy == OFFLOAD_POLICY)
 
 
 # ---- the plan of a command
@@ -620,7 +664,8 @@ def policy_after_out_of_memory(failed: Plan, policy: str) -> str:
     plan `failed`; `policy` is the one that the run would take otherwise. If no policy needs less
     memory, or planning fails, keep that of `failed`."""
     with suppress(Exception):
-        plans = plans_to_try([failed, *failed.deeper()], share=RESTART_SHARE_OF_FAILED_PEAK)
+        deeper = chain([failed], failed.deeper())
+        plans = plans_to_try(deeper, share=RESTART_SHARE_OF_FAILED_PEAK)
         names = [plan.policy for plan in plans]
         # `auto` may have chosen a policy that needs even less memory.
         return policy if policy in names else names[0]

@@ -250,7 +250,7 @@ def free_and_switch_policy(run: Run, message: str) -> None:
             # attempt have split them into small pieces. The next attempt then gets whole segments.
             torch.cuda.empty_cache()
         with run.clock.paused("plan"):
-            return switch_policy(run, plans_to_try(run.plans, seen))
+            return switch_policy(run, [*plans_to_try(run.plans, seen)])
     run.model.config = config
     # This error ends all processes. If torchrun then starts them again, they read this policy, and
     # look for a policy that needs less memory.

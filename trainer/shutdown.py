@@ -296,7 +296,7 @@ def suggest_after_out_of_memory(settings: Settings, run: Run | None) -> str:
     run.reserve = b""
     device_type, policy, smaller_policy = run.process.device.type, run.model.config.recompute, ""
     with suppress(Exception):  # there may be no such policy, or no prediction
-        smaller_policy = plans_to_try(run.plans)[0].policy
+        smaller_policy = next(plans_to_try(run.plans)).policy
     back = f"; {resume_hint(run)}" if run.saved_step else ""
     now = describe_memory_flags(settings.replace(**{POLICY_FLAG: policy}))
     change = suggest_change(
