@@ -236,13 +236,12 @@ def longest_sequence(plan: Plan) -> int | None:
 
     if plan.state_bytes > plan.usable_bytes:
         return 0
-    # With fused attention the peak is linear in the number of tokens, and in that of positions.
-    few, many = (plan.with_flags(batch_size=n) for n in (1, max(2, settings.batch_size)))
-    per_step = settings.batch_size * STEP * (many.peak - few.peak)
-    per_step //= settings.seq_len * (many.settings.batch_size - 1)
+    # With fused attention, activations depend only on the number of tokens. So guess by the largest
+    # batch, which is rounded down, and by the positions that a longer sequence adds to the state.
     longer = plan.with_flags(**with_length(settings, settings.seq_len + STEP))
-    per_step += longer.state_bytes - plan.state_bytes
-    guess = settings.seq_len // STEP + (plan.usable_bytes - plan.peak) // per_step
+    room, each = plan.usable_bytes - plan.state_bytes, longer.state_bytes - plan.state_bytes
+    tokens = (plan.largest_batch + 0.5) * settings.seq_len / settings.batch_size
+    guess = int(room / (room * STEP / tokens + each))
     typed = "max_position_embeddings" in settings.typed
     max_n = (settings.max_position_embeddings if typed else MAX_COUNT) // STEP
     return STEP * most_that_fit(peak, plan.state_bytes, plan.usable_bytes, guess, max_n)
@@ -251,7 +250,7 @@ def longest_sequence(plan: Plan) -> int | None:
 def most_that_fit(
     peak: Callable[[int], int], nothing: int, budget: int, guess: int, most: int
 ) -> int:
-    """Return the largest n in 0 .. most with peak(n) <= budget.
+    """Return the largest n in 0 .. most with peak(n) <= budget, for a peak that grows evenly.
 
     `nothing`: peak(0), which fits. `guess`: the n to try first. The peak grows almost linearly with
     n, so only a few n need to be simulated.
@@ -261,6 +260,10 @@ def most_that_fit(
         n = min(max(guess, low + 1), high - 1)
         peak_bytes = peak(n)
         low, high = (n, high) if peak_bytes <= budget else (low, n)
+        # So little room is left that n + 1 need not be simulated: it fits only if the next tokens
+        # take less than four fifths of the mean.
+        if low == n and budget - peak_bytes < 0.8 * (peak_bytes - nothing) / n:
+            return n
         guess = n * (budget - nothing) // max(peak_bytes - nothing, 1)
         tries += 1
         if tries >= TRIES:  # the peak is not linear: bisect

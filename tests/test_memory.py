@@ -223,7 +223,6 @@ def test_closed_form_equals_the_simulation(config, precision, dropout, mode):
         assert form["blocks"] == step.kept_per_block * config.n_layers, memory
         head = (kinds["head"] + kinds["gradients"])[step.phase_slice("head")].max()
         assert form["head"] == pytest.approx(head, abs=64), memory
-        assert sum(form[kind] for kind in KINDS[:3]) == plan.state_bytes
 
 
 CHUNKS = {"mlp_chunks": 5, "max_position_embeddings": 330}

@@ -183,4 +183,4 @@ def test_plan_memory_and_auto_name_them(monkeypatch):
     assert fits <= answer.json["safe_bytes"] < more
     *_, words = plan_run(auto, 61, OneProcess(torch.device("cuda")), torch.bfloat16)
     assert f"\nmemory   {line}\nmemory   " in words
-    assert auto.batch_size == 24 and "--batch-size 24 " in answer.out.splitlines()[-1]
+    assert auto.batch_size == 24 and "--batch-size 24 " in " ".join(answer.command)

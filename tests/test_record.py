@@ -151,6 +151,8 @@ def test_each_storage_of_a_block_has_a_name_of_its_own(way, setting):
         ("cuda", {"recompute": "full+offload"}, 2, 23),
         ("cuda", {"recompute": "full/2"}, 11, 3),
         ("shards", {"recompute": "full/2+nested"}, 9, 4),
+        ("shards", {"recompute": "full/3+nested"}, 9, 4),
+        ("rounded shards", {"recompute": "full"}, 9, 4),
         ("accumulate", mix("full", 12, "mlp/3+nested"), 17, 3),
         ("cpu", {"recompute": "full+offload"}, 9, 3),
         ("cuda", mix("cheap", 6, "selective+offload"), 12, 4),

@@ -239,7 +239,7 @@ def test_a_plan_has_the_sums_that_wait(kind, processes, n, more):
     split = [change["grad_accum_steps"] for change in smaller_batches(with_flag.settings)]
     assert split and all(steps.bit_count() == 1 for steps in split)
     if kind != "fsdp":
-        weights = 4 * planner.n_parameters
+        weights = 4 * with_flag.n_parameters
         assert with_flag.peak - without.peak == more * weights
         return
     for flags, received in (("--reproducible-sums", True), ("", False)):

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from memory import MemorySavingGPT, recompute_plan_of_config
 from planner import Layout, Planner
 from planner.choose import pick_fastest_fitting_step
-from planner.shards import GLOO
+from planner.shards import GLOO, state_bytes
 from train_fsdp import FSDPProcess
 from trainer.optimizer import make_optimizer
 from trainer.plan import Plan
@@ -140,11 +140,14 @@ def test_rows_that_do_not_divide_are_rounded_up(n):
     assert [len(p) for p in plan.local_model.parameters()] == [
         -(-len(p) // n) for p in plan.model.parameters()
     ]
-    assert plan.state_bytes < plan.step(1, recompute="full").peak
     gathered = [*plan.model.token_embedding.parameters(), *plan.model.ln_f.parameters()]
     rows = sum(p.nbytes for p in plan.local_model.parameters())
-    counters = 4 * len([*plan.model.parameters()])
-    assert plan.state_bytes == 4 * rows + counters + sum(p.nbytes for p in gathered)
+    counters = [torch.zeros(()) for p in plan.model.parameters()]
+    state = state_bytes(
+        plan.model, [*plan.model.parameters(), *plan.model.parameters(), *counters], n
+    )
+    assert state == 4 * rows + 4 * len(counters) + sum(p.nbytes for p in gathered)
+    assert state < plan.step(1, recompute="full").peak
 
 
 def test_shards_never_take_a_group():
@@ -191,7 +194,14 @@ def test_the_way_to_shards_is_named_where_the_state_does_not_fit(processes, name
 
 
 def test_the_update_of_shards_is_planned_as_it_runs():
-    """A DTensor is updated by LeanOptimizer, which calls the kernel for each weight."""
-    for flags, calls in (("", 1), ("--fsdp --nproc-per-node 2", 12)):
-        record = question(f"--device cuda {flags}").planner.record(1)
-        assert record.operator_names.count("_fused_adamw_") >= calls
+    """A DTensor is updated by LeanOptimizer, which calls the kernel for each weight. A planned
+    update stands for those of all weights of a shape."""
+    for flags, sharded in (("", False), ("--fsdp --nproc-per-node 2", True)):
+        plan = question(f"--device cuda {flags}")
+        names, work = plan.planner.record(1).operator_names, plan.step.flops_and_bytes_by_op
+        weights = [*plan.meta_model.parameters()]
+        shapes = {(p.shape, p.dim() > 1) for p in weights}
+        assert names.count("_fused_adamw_") == (len(shapes) if sharded else 2)  # 2 groups
+        begin = plan.step.phase_slice("optimizer").start
+        update = work[(work["at"] >= begin) & (work["times"] > 0)]
+        assert (update["times"].max() > 1) == sharded

@@ -75,4 +75,9 @@ SETTINGS = {
     },
     "ddp": {"layout": Layout("ddp"), "gradient_copies": torch.bfloat16, "device_type": "cuda"},
     "shards": {"layout": Layout("fsdp", world_size=2), "precision": "bf16"},
+    "rounded shards": {
+        "layout": Layout("fsdp", world_size=2),
+        "precision": "bf16",
+        "gather_in_bfloat16": True,
+    },
 }

@@ -2,6 +2,7 @@
 cached, so a process runs each request only once."""
 
 import json
+import re
 import tempfile
 from contextlib import redirect_stdout
 from functools import cache
@@ -42,8 +43,9 @@ class Answer(NamedTuple):
 
     @property
     def command(self) -> list[str]:
-        """Words of the recommended command, which is the last printed line."""
-        return self.out.splitlines()[-1].split()
+        """Words of the recommended command."""
+        (line,) = re.findall("^(?:python|torchrun) .*$", self.out, re.M)
+        return line.split()
 
 
 @cache
