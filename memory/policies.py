@@ -366,8 +366,8 @@ class Policy(NamedTuple):
     recomputed_matmul_names: str
     description: str  # text for users: what is kept or done again
     forward: Callable[..., Tensor] | None = None  # (block, x, *more) -> result; None: block(x)
-    # Decides operator by operator (the calculator reads this, too). So it keeps attention's result
-    # only if attention is one fused operator.
+    # Decides operator by operator and thus keeps attention's result only if attention is one fused
+    # operator.
     needs_fused_attention: bool = False
     supports_mlp_chunks: bool = False  # can recompute the MLP half in chunks (`mlp_chunks`)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 
 @contextmanager
-def opened(chromium: Any, file: Path, *parts: Path, **how: Any) -> Iterator[Any]:
+def opened(chromium: Any, file: Path, **how: Any) -> Iterator[Any]:
     """Yield the page. In the end the page has written nothing on its console, and has asked for no
-    file except `file` and `parts`. `how`: settings of a browser context."""
+    other file. `how`: settings of a browser context."""
     context, complaints, asked = chromium.new_context(**how), list[str](), set[str]()
     page = context.new_page()
     page.on("console", lambda message: complaints.append(message.text))
@@ -19,9 +19,7 @@ def opened(chromium: Any, file: Path, *parts: Path, **how: Any) -> Iterator[Any]
     yield page  # (the browser's end ends the context of a test that failed)
     context.close()
     assert [words for words in complaints if not words.startswith("Canvas2D: Multiple read")] == []
-    assert {url for url in asked if not url.startswith("data:")} == {
-        path.as_uri() for path in (file, *parts)
-    }
+    assert {url for url in asked if not url.startswith("data:")} == {file.as_uri()}
 
 
 def shown(page: Any, selector: str) -> list[str]:
