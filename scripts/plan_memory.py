@@ -6,9 +6,9 @@ The flags are those of the trainers. A few more flags say what to plan:
 
 For each recompute policy, one training step of the model is simulated on tensors that have shapes
 but no memory. So no GPU is needed, nothing is downloaded, and the plan for a model with 1.5 billion
-parameters takes a quarter of a minute on a laptop. `--device cuda` plans for a GPU, also on a
-machine without one. `--card` names a GPU: then the budget is this GPU's memory, and the plan
-predicts the time as well.
+parameters takes some seconds on a laptop. `--device cuda` plans for a GPU, also on a machine
+without one. `--card` names a GPU: then the budget is this GPU's memory, and the plan predicts the
+time as well.
 
 The recommendation leaves a margin for memory that is not tensors: the CUDA context, kernels, the
 allocator's gaps. The margin is a tenth of the budget. On a GPU it is at least 1 GiB; but if the
@@ -31,13 +31,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from data import MiniGPTError
 from planner import Layout
 from planner.cards import THIS_MACHINE
-from planner.formulas import closed_form_bytes_by_part
 from planner.operators import MATMUL_DTYPES
 from planner.record import StepRecord
 from planner.roofline import LINKS, default_link
@@ -220,26 +218,24 @@ def command_line(typed: PlanSettings, **changes: Any) -> str:
     return shlex.join([*start, *words])
 
 
-def answer(plan: Plan, typed: PlanSettings, taken: Plan | None) -> list[str]:
-    """Return the lines before the table: whether the step fits, the whole run's time, the command.
-
-    `taken`: the recommended plan; None: nothing fits, although the state alone would.
-    """
+def answer(plan: Plan, typed: PlanSettings, taken: Plan | None, table: list[Plan]) -> list[str]:
+    """Return the lines before the table: what fits, the time of the whole run, the command; or why
+    nothing fits. `taken`: the recommended plan. `table`: rows, if the answer needs them."""
     usable = format_bytes(plan.usable_bytes)
+    if plan.memory_budget.limit_bytes is None:
+        return []
+    if plan.state_bytes >= plan.usable_bytes:
+        return [f"nothing fits; {plan.advice()[0]}"]
+    if any(map(longest_sequence, table)):
+        return [longest_command(plan, typed, table)]
     if taken is None:
         least = plan.with_fastest_policy()
-        return [
-            f"does not fit: the smallest peak, with {least.policy}, is {format_bytes(least.peak)}, "
-            f"and tensors may take {usable}"
-        ]
+        peak = f"the smallest peak, with {least.policy}, is {format_bytes(least.peak)}"
+        return [f"does not fit: {peak}, and tensors may take {usable}"]
     batch = f"batch {taken.settings.batch_size:,} with {taken.policy}"
-    lines = [
-        f"fits     {batch}: {format_bytes(taken.peak)} of {usable}; at most batch "
-        f"{taken.largest_batch:,}"
-    ]
-    return [
-        *lines, *whole_run(plan, taken)[1], command_line(typed, **changes(taken, plan.settings))
-    ]  # fmt: skip
+    peak = f"{format_bytes(taken.peak)} of {usable}; at most batch {taken.largest_batch:,}"
+    command = command_line(typed, **changes(taken, plan.settings))
+    return [f"fits     {batch}: {peak}", *whole_run(plan, taken)[1], command]
 
 
 def way_out(plan: Plan, typed: PlanSettings, taken: Plan | None, table: list[Plan]) -> list[str]:
@@ -247,7 +243,8 @@ def way_out(plan: Plan, typed: PlanSettings, taken: Plan | None, table: list[Pla
     without offload; with the command, if the training stays the same."""
     if plan.memory_budget.limit_bytes is None:
         return ["--memory-budget 8GiB, for example, shows what fits and which policy to take"]
-    if taken and not offloads(taken):
+    answered = plan.state_bytes >= plan.usable_bytes or any(map(longest_sequence, table))
+    if answered or taken and not offloads(taken):
         return []
     advice, change = plan.advice()
     if taken:
@@ -303,23 +300,16 @@ def whole_run(plan: Plan, taken: Plan | None) -> tuple[dict[str, Any], list[str]
 
 def print_plan(plan: Plan, typed: PlanSettings, bar: tqdm) -> dict[str, Any]:
     """Print the plan; return the content of the JSON file. Raises MiniGPTError."""
-    budget, record, longest = plan.memory_budget, None, typed.longest_sequence
-    can_fit = budget.limit_bytes is not None and plan.state_bytes < plan.usable_bytes
+    limit, record, longest = plan.memory_budget.limit_bytes, None, typed.longest_sequence
+    can_fit = limit is not None and plan.state_bytes < plan.usable_bytes
     settings = search_settings(plan) if typed.all_knobs and can_fit else []
     taken = settings[0] if settings else recommend(plan) if can_fit else None
-    table, lines = list[Plan](), list[str]()
-    if longest and can_fit:
-        table = policy_table(plan, taken, with_nested=True)
-        lines = [longest_command(plan, typed, table)] if any(map(longest_sequence, table)) else []
-    elif can_fit:
-        lines = answer(plan, typed, taken)
-    elif budget.limit_bytes is not None:
-        lines = way_out(plan, typed, None, [])
-    if lines:
+    table = policy_table(plan, taken, with_nested=True) if longest and can_fit else []
+    if lines := answer(plan, typed, taken, table):
         bar.write("\n".join(lines) + "\n")
     if settings:
         bar.write(plan_table.format_settings(settings) + "\n")
-    elif budget.limit_bytes is None or plan.state_bytes < budget.limit_bytes:
+    elif limit is None or plan.state_bytes < limit:
         table = table or policy_table(plan, taken, with_nested=longest)
         bar.write(plan_table.format_table(table, taken) + "\n")
         if host := plan_table.describe_host(table[-1]):
@@ -331,12 +321,9 @@ def print_plan(plan: Plan, typed: PlanSettings, bar: tqdm) -> dict[str, Any]:
     if typed.at_peak:
         record = record_step(plan, typed, taken)
         bar.write(plan_table.format_peak(record) + "\n")
-    rest = deeper_words(taken)
-    if can_fit and not any(map(longest_sequence, table)) or budget.limit_bytes is None:
-        rest += way_out(plan, typed, taken, table)
-    if rest:
-        bar.write("\n".join(rest))
-    takes = recommend(plan) if can_fit and settings else taken
+    if lines := [*deeper_words(taken), *way_out(plan, typed, taken, table)]:
+        bar.write("\n".join(lines))
+    takes = recommend(plan) if settings else taken
     return results(plan, takes, table, settings, record) if typed.json else {}
 
 
@@ -361,9 +348,6 @@ def results(
     `taken`: the recommended row."""
     flags, first = plan.settings, settings[0] if settings else taken
     table = table or policy_table(plan, taken, with_nested=False)
-    shape = flags.batch_size, flags.seq_len, plan.precision
-    moments = flags.optimizer, getattr(torch, flags.moments_dtype)
-    config = (taken or min(table, key=lambda row: row.peak)).step.config
     return {
         "config": asdict(plan.config),
         "batch_size": flags.batch_size,
@@ -379,7 +363,6 @@ def results(
         "run": whole_run(plan, first)[0],
         "optimizer": flags.optimizer,
         "moments_dtype": flags.moments_dtype,
-        "closed_form": closed_form_bytes_by_part(config, *shape, *moments),
         "rows": [as_json(row, flags) for row in table],
         "if_out_of_memory": [
             {
