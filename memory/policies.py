@@ -361,9 +361,6 @@ class Policy(NamedTuple):
     """
 
     saved_tensor_names: str  # names of the tensors that a block keeps
-    # Matmuls and attention that backward repeats. With dropout, backward also repeats the block's
-    # last matmul if the policy repeats c_fc and keeps no mask.
-    recomputed_matmul_names: str
     description: str  # text for users: what is kept or done again
     forward: Callable[..., Tensor] | None = None  # (block, x, *more) -> result; None: block(x)
     # Decides operator by operator and thus keeps attention's result only if attention is one fused
@@ -374,25 +371,25 @@ class Policy(NamedTuple):
 
 ATTENTION_TENSORS, MLP_TENSORS = "x ln_1 qkv attention c_proj mask", "x2 ln_2 c_fc gelu"
 POLICIES = {  # comments: kept bytes per block (BTC: B * T * C bytes); libraries with that policy
-    "none": Policy(f"{ATTENTION_TENSORS} {MLP_TENSORS}", "",  # 36 BTC
+    "none": Policy(f"{ATTENTION_TENSORS} {MLP_TENSORS}",  # 36 BTC
         "every intermediate is kept; the head runs in chunks of tokens"),
-    "cheap": Policy("x qkv attention c_proj mask x2 c_fc", "",  # 24 BTC
+    "cheap": Policy("x qkv attention c_proj mask x2 c_fc",  # 24 BTC
         "LayerNorms and GELU are done again in backward, no matrix product is", cheap),
-    "selective": Policy("x qkv attention c_fc results", "",  # 24 BTC; torchtune; JAX dots_saveable
+    "selective": Policy("x qkv attention c_fc results",  # 24 BTC; torchtune; JAX dots_saveable
         "what matrix products and attention made is kept, the rest is done again",
         keep_results_of(ATTENTION_OPS + MATMUL_OPS), needs_fused_attention=True),
-    "mlp": Policy(f"{ATTENTION_TENSORS} x2", "c_fc",  # 18 BTC
+    "mlp": Policy(f"{ATTENTION_TENSORS} x2",  # 18 BTC
         "the MLP half of each block is done again in backward", recompute_mlp,
         supports_mlp_chunks=True),
-    "attn": Policy(f"x mask {MLP_TENSORS}", "c_attn attention",  # 26 BTC
+    "attn": Policy(f"x mask {MLP_TENSORS}",  # 26 BTC
         "the attention half of each block is done again in backward", recompute_attention),
-    "qkv": Policy("x qkv attention", "c_proj c_fc",  # 12 BTC
+    "qkv": Policy("x qkv attention",  # 12 BTC
         "LayerNorms, attention's output layer and the MLP half are done again in backward",
         keep_qkv_and_attention),
-    "sdpa": Policy("x attention", "c_attn c_proj c_fc",  # 6 BTC; axolotl. Repeats no attention:
+    "sdpa": Policy("x attention",  # 6 BTC; axolotl. Repeats no attention:
         "of each block only its input and attention's result are kept",  # it is slow for long T
         keep_results_of(ATTENTION_OPS), needs_fused_attention=True, supports_mlp_chunks=True),
-    "full": Policy("x", "c_attn attention c_proj c_fc",  # 4 BTC
+    "full": Policy("x",  # 4 BTC
         "an activation checkpoint around each block: only its input is kept",
         supports_mlp_chunks=True),  # MiniGPT.forward itself calls `checkpoint` for this policy
 }  # fmt: skip

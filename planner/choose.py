@@ -82,7 +82,7 @@ def recomputed_flops_key(step: StepMemory) -> tuple[float, int]:
     in POLICY_NAMES.
     """
     policies = recompute_plan_of_config(step.config).policies
-    flops_per_token = step.replayed_flops / (step.batch_size * step.seq_len)
+    flops_per_token = step.needed_and_replayed_flops[1] / (step.batch_size * step.seq_len)
     return flops_per_token, sum(map(POLICY_NAMES.index, policies))
 
 

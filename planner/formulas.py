@@ -1,4 +1,4 @@
-"""Compute the memory and the FLOPs of a training step by formulas.
+"""Compute the memory of a training step by formulas.
 
 The formulas explain the figures that planner/step.py gets from a simulation.
 
@@ -12,7 +12,6 @@ import torch
 
 from memory import POLICIES, recompute_plan_of_config
 from memory.head import VOCAB_MULTIPLE, count_chunks, softmax_slice_rows, weight_rows_per_addmm
-from memory.policies import sizes_of_chunks
 from model import MiniGPTConfig
 
 
@@ -135,59 +134,3 @@ def head_bytes(
     transient = max(softmax, a * n * C, some_rows)
     copies = 2 * (padded + n) * C * amp
     return 4 * (V + n_tokens) * C + 13 * n + copies + a * padded * n + transient
-
-
-def flops_per_token(
-    config: MiniGPTConfig, seq_len: int, compiled: bool = False
-) -> tuple[float, float]:
-    """Return the FLOPs per token of a training step's matrix products: (needed, recomputed).
-
-    A multiply-add is 2 FLOPs. `compiled`: the blocks are compiled (--compile).
-
-    Needed: forward takes 2 FLOPs for each element of a weight matrix, including the head's. It also
-    takes 2 T C FLOPs in each block for the two products of causal attention, without their masked
-    half. Backward takes twice as many FLOPs as forward. (Source: Chowdhery et al., 2022, appendix
-    B. They also count the masked half.)
-
-    Recomputed: `POLICIES` in memory/policies.py lists the products that each policy recomputes. The
-    last matmul in an activation checkpoint is not recomputed, because backward does not need its
-    result. There are two exceptions. With dropout, a checkpoint that contains the block's last
-    dropout (`full`, `qkv`, `sdpa`) recomputes the matmul before this dropout. With `compiled`
-    blocks, `full` recomputes the whole block.
-
-    The documents of this project always count these FLOPs: all matrix products of a step, including
-    attention's. They give a ratio: needed plus recomputed FLOPs, divided by needed FLOPs. For GPT-2
-    small with T = 1,024, the ratio of `full` is 1.17 without dropout, and 1.24 with dropout.
-    """
-    C, F = config.d_model, config.d_ff
-    linear = 2 * C * F  # FLOPs of c_fc; the MLP's c_proj takes as many
-    flops = {"c_attn": 6 * C * C, "attention": 2 * seq_len * C, "c_proj": 2 * C * C, "c_fc": linear}
-    before_last = sum(sizes_of_chunks(seq_len, F, config.mlp_chunks)[:-1]) / max(seq_len, 1)
-    recomputed: float = 0
-    for policy, blocks in recompute_plan_of_config(config).group_policies_and_sizes:
-        keeps, matmuls = (names.split() for names in POLICIES[policy][:2])
-        # Recomputation of a group runs all its blocks to their ends, except that it stops early in
-        # the last block, before its last matmul. Recomputation of a nested group leaves out the
-        # last block. After that, each block is recomputed alone, and its recomputation stops early.
-        # With `full`, recomputation of a compiled block never stops early.
-        nested = recompute_plan_of_config(config).nested and blocks > 1
-        n_block_runs = 2 * blocks - 1 if nested else blocks
-        # With dropout a recomputation also makes the mask of the block's last dropout, so it runs
-        # the last matmul, which comes before this mask. (If a policy is compiled with its block,
-        # recomputation makes the mask without that matmul. But the checkpoint of `full` is outside
-        # of the compiled block, so its recomputation runs the whole block.)
-        never_stops_early = policy == "full" if compiled else config.dropout > 0
-        n_early_stops = 0 if never_stops_early else blocks if nested else 1
-        last_matmuls = (
-            linear * (n_block_runs - n_early_stops) * ("c_fc" in matmuls and "mask" not in keeps)
-        )
-        recomputed += n_block_runs * sum(flops[name] for name in matmuls) + last_matmuls
-        if config.mlp_chunks != 1 and POLICIES[policy].supports_mlp_chunks and policy != "mlp":
-            # Each chunk has a checkpoint inside the block's checkpoint. Recomputation of the block
-            # runs both MLP layers of all chunks except the last chunk, and then stops. After that
-            # each chunk is recomputed alone.
-            recomputed += (
-                linear * (blocks - n_early_stops) + 2 * linear * before_last * n_early_stops
-            )
-    forward = config.n_layers * (sum(flops.values()) + linear) + 2 * config.vocab_size * C
-    return 3 * forward, recomputed

@@ -91,10 +91,15 @@ class Segment:
         return allocated - freed
 
     @cached_property
-    def replayed_flops(self) -> float:
-        """FLOPs of the matrix products that recomputations run again."""
+    def needed_and_replayed_flops(self) -> tuple[float, float]:
+        """FLOPs of the matrix products without recompute, and of those that run again.
+
+        Backward of fused attention computes the scores again, the first of its five products. It
+        does so with each policy, and is not counted.
+        """
         work = self.flops_and_bytes_by_op
-        return float((work.flops * work.times)[work.replayed].sum())
+        flops = work.flops * work.times * np.where(work.attention == 2, 0.8, 1)
+        return float(flops[~work.replayed].sum()), float(flops[work.replayed].sum())
 
     @cached_property
     def peak_increase(self) -> int:
@@ -256,10 +261,19 @@ class StepMemory:
             peak, level = max(peak, level + segment.peak_increase), level + segment.net_bytes
         return peak
 
+    @cached_property
+    def needed_and_replayed_flops(self) -> tuple[float, float]:
+        """FLOPs of a micro-batch's matrix products without recompute, and of those that run again;
+        2 per multiply-add, without the masked half of causal attention."""
+        *micro_batch, _update = [segment for segment, _ in self.segments_and_block_shifts]
+        flops = [segment.needed_and_replayed_flops for segment in micro_batch]
+        return sum(needed for needed, _ in flops), sum(replayed for _, replayed in flops)
+
     @property
-    def replayed_flops(self) -> float:
-        """FLOPs of the matrix products that recomputations run again, in a micro-batch."""
-        return sum(segment.replayed_flops for segment, _ in self.segments_and_block_shifts)
+    def relative_flops(self) -> float:
+        """FLOPs of a micro-batch's matrix products, relative to a step without recompute."""
+        needed, replayed = self.needed_and_replayed_flops
+        return (needed + replayed) / needed
 
     @property
     def kept(self) -> int:

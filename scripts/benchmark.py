@@ -44,7 +44,6 @@ from tqdm import tqdm
 
 from memory import POLICY_NAMES, MemorySavingGPT
 from planner.cards import CARDS, THIS_MACHINE
-from planner.formulas import flops_per_token
 from planner.operators import MATMUL_DTYPES
 from scripts import cli_main, out_of_memory_as, say_stopped
 from scripts.style import about, describe_about, write_json
@@ -265,7 +264,8 @@ def make_row(plan: Plan, measured: Row) -> Row:
     share, card = None, plan.card
     if card and card.name in CARDS:  # (measured FLOP/s of a machine are not its peak)
         share = tokens_per_s / card.flops[MATMUL_DTYPES.index(plan.precision)]
-    needed, replayed = flops_per_token(step.config, settings.seq_len, settings.compile)
+    n_tokens = step.batch_size * step.seq_len
+    needed, replayed = (flops / n_tokens for flops in step.needed_and_replayed_flops)
     return {
         "policy": step.config.recompute,
         "step_s": step_s,

@@ -41,7 +41,6 @@ from memory import recompute_plan_of_config
 from model import MiniGPTConfig
 from planner import Card, Layout
 from planner.choose import pareto_frontier, simulate_policies_fastest_first
-from planner.formulas import flops_per_token
 from planner.op_recorder import Storage
 from planner.record import StepRecord, group_name_and_kind, read_source_line
 from planner.roofline import seconds_of_each_op
@@ -54,7 +53,6 @@ from scripts.style import (
     POLICIES,
     describe,
     record_steps,
-    relative_flops,
 )
 from trainer.flags import AUTO, output_file
 from trainer.metrics import format_bytes
@@ -133,8 +131,7 @@ def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
     width evenly.
     """
     step = record.step_memory
-    needed, _ = flops_per_token(step.config, step.seq_len)
-    work, step_flops = step.flops_and_bytes_by_op, needed * step.batch_size * step.seq_len
+    work, (step_flops, _) = step.flops_and_bytes_by_op, step.needed_and_replayed_flops
     flops = np.bincount(work.at, weights=work.flops * work.times)
     starts, x = [0], [0.0]
     for phase, _, begins, end in phase_intervals(step):
@@ -171,7 +168,7 @@ def step_data(record: StepRecord, name: str, labels: Labels, plan: Plan) -> dict
         "name": name,
         "words": WORDS.get(name, "as it was asked for"),
         "flags": trainer_flags(step.config),
-        "flops": relative_flops(step.config, step.seq_len, plan.settings.compile),
+        "flops": step.relative_flops,
         "seconds": step.seconds(card) if card else None,
         "peak": step.peak,
         "where": step.peak_location,
@@ -192,12 +189,7 @@ def ways_data(plan: Plan) -> list[list]:
     for page.js."""
     batch_size, card = plan.settings.batch_size, plan.card
     steps = pareto_frontier(simulate_policies_fastest_first(plan.planner, batch_size, card))
-    costs = [
-        step.seconds(card)
-        if card
-        else relative_flops(step.config, step.seq_len, plan.settings.compile)
-        for step in steps
-    ]
+    costs = [step.seconds(card) if card else step.relative_flops for step in steps]
     return [
         [step.peak, cost, step.config.recompute, trainer_flags(step.config)]
         for step, cost in zip(steps, costs, strict=True)

@@ -39,7 +39,6 @@ from scripts.style import (
     describe,
     load_pyplot,
     record_steps,
-    relative_flops,
     save_picture,
 )
 from trainer.flags import check_policy_string, output_file
@@ -95,9 +94,8 @@ def record_all(settings: PictureSettings) -> tuple[Plan, dict[str, StepRecord]]:
         raise MiniGPTError(f"--policies: {error}") from None
 
 
-def title(name: str, step: StepMemory, compiled: bool) -> str:
-    replayed = relative_flops(step.config, step.seq_len, compiled) - 1
-    cost = f", {replayed:+.0%} FLOPs" if step.config.recompute != "none" else ""
+def title(name: str, step: StepMemory) -> str:
+    cost = f", {step.relative_flops - 1:+.0%} FLOPs" if step.config.recompute != "none" else ""
     description = f": {TITLES[name]}" if name in TITLES else ""
     return f"{name}{description}. Peak {format_bytes(step.peak)}{cost}"
 
@@ -115,7 +113,7 @@ def draw(plt: Any, plan: Plan, records: dict[str, StepRecord]) -> Any:
         layers = [step.timeline[:, KINDS.index(kind)] / size for kind in COLORS]
         areas = axis.stackplot(x, layers, colors=COLORS.values(), step="post", linewidth=0)
         axis.plot(x[step.bytes_by_op.argmax()], step.peak / size, "v", color="black", markersize=6)
-        axis.set(title=title(name, step, plan.settings.compile), ylabel=unit)
+        axis.set(title=title(name, step), ylabel=unit)
         axis.set(xlim=(0, right), ylim=(0, 1.15 * max_peak / size))
         name_phases(axis, x, step)
     figure.suptitle(f"Memory over one training step, along its FLOPs\n{describe(plan)}, predicted")

@@ -19,7 +19,6 @@ from typing import Any
 from planner.choose import nested_checkpoint_policies, recomputed_flops_key, uniform_policies
 from planner.op_recorder import Storage
 from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_name_and_kind, read_source_line
-from scripts.style import relative_flops
 from trainer.flags import MAX_COUNT
 from trainer.metrics import format_bytes
 from trainer.plan import (
@@ -65,12 +64,6 @@ def largest_batch(plan: Plan) -> int | None:
     return None if plan.memory_budget.limit_bytes is None else plan.largest_batch
 
 
-def replayed(plan: Plan) -> float:
-    """Return the recomputed FLOPs, as a share of the FLOPs of the step without recompute."""
-    settings = plan.settings
-    return relative_flops(plan.config, settings.seq_len, settings.compile) - 1
-
-
 def cost(plan: Plan) -> tuple[float, float]:
     """Return a sort key; smaller is better. With a card: (seconds, peak bytes). Without a card:
     `recomputed_flops_key`."""
@@ -107,7 +100,7 @@ def as_json(plan: Plan, settings: Settings) -> dict[str, Any]:
         "host_bytes": step.host_bytes,
         "kept_bytes": step.kept,
         "kept_bytes_per_block": step.kept_per_block,
-        "replayed": replayed(plan),
+        "replayed": step.relative_flops - 1,
         "fits": fits,
         "fits_safely": None if fits is None else fits_safely(plan),
         "largest_batch": largest_batch(plan),
@@ -160,7 +153,7 @@ def format_table(plans: list[Plan], taken: Plan | None) -> str:
             line |= {
                 "where<": plan.step.peak_location,
                 "kept per block>": format_bytes(plan.step.kept_per_block),
-                "extra FLOPs>": f"{replayed(plan):.1%}",
+                "extra FLOPs>": f"{plan.step.relative_flops - 1:.1%}",
             }
         line["fits<"] = "yes" if fits_safely(plan) else fits[fits_tightly(plan)]
         line["largest batch>"] = "?" if largest is None else f"{largest:,}"

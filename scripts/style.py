@@ -18,9 +18,7 @@ import torch
 from tqdm import tqdm
 
 from data.errors import MiniGPTError
-from model import MiniGPTConfig
 from planner.choose import UNIFORM_POLICIES
-from planner.formulas import flops_per_token
 from planner.record import StepRecord
 from trainer.plan import Plan
 
@@ -84,12 +82,6 @@ def describe(plan: Plan, batch: str = "") -> str:
     precision = str(plan.precision).removeprefix("torch.")
     device = "CPU" if plan.device.type == "cpu" else "GPU"
     return f"{size}, {batch}{plan.settings.seq_len:,} tokens, {precision} on a {device}"
-
-
-def relative_flops(config: MiniGPTConfig, seq_len: int, compiled: bool = False) -> float:
-    """Return the FLOPs of a step's matrix products, relative to a step without recompute."""
-    needed, replayed = flops_per_token(config, seq_len, compiled)
-    return (needed + replayed) / needed
 
 
 def load_pyplot(program: str) -> Any:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from planner import CARDS, Card
-from planner.formulas import flops_per_token
 from scripts import benchmark
 from trainer.plan import card_for
 
@@ -142,7 +141,7 @@ def test_shares_of_what_a_gpu_can_do(monkeypatch):
     asked, cuda = benchmark.make_plan(arguments("--tf32", "full")), torch.device("cuda")
     card = card_for(asked.settings, cuda)
     question = replace(asked, device=cuda, precision=torch.float32, card=card)
-    row = benchmark.make_row(question, fake_worker([], "full"))
-    needed, replayed = flops_per_token(asked.settings.model_config(211), 32)
+    row, step = benchmark.make_row(question, fake_worker([], "full")), question.step
+    needed, replayed = (flops / 32 / step.batch_size for flops in step.needed_and_replayed_flops)
     assert row["mfu"] == pytest.approx(row["tokens_per_s"] * needed / 156e12)
     assert row["hfu"] == pytest.approx(row["mfu"] * (1 + replayed / needed))

@@ -24,7 +24,6 @@ from planner.formulas import head_bytes
 from scripts import checkpoint_from_scratch, kept_tensors, lesson
 from scripts.checkpoint_from_scratch import address, run_step
 from scripts.lesson import EXERCISES, NOT_YET, sections
-from scripts.style import relative_flops
 
 PAGE = (ROOT / "docs" / "lesson.md").read_text()
 PROGRAMS = {
@@ -90,10 +89,13 @@ def block_keeps(n: int) -> Measured:
 
 
 def cost_of_full() -> Measured:
-    costs = [
-        relative_flops(replace(SMALL, vocab_size=vocab_size, recompute="full"), seq_len)
-        for vocab_size, seq_len in ((1, 0), (1, 1024), (50257, 1024))
-    ]
+    """By hand: of a block's products `full` repeats all but the last, and of the head none."""
+    C, L, costs = SMALL.d_model, SMALL.n_layers, []
+    for vocab_size, seq_len in ((0, 0), (0, 1024), (50257, 1024)):
+        attention = 2 * seq_len * C  # without the masked half
+        forward = L * (24 * C * C + attention) + 2 * vocab_size * C
+        costs.append(1 + L * (16 * C * C + attention) / (3 * forward))
+    assert PLANNER.step(1, recompute="full").relative_flops == pytest.approx(costs[-1], rel=1e-4)
     return costs[0], [*costs, 2, 1024]
 
 
@@ -152,7 +154,7 @@ def policy_for_a_card() -> Measured:
     fits = ["fits" if step.peak <= 4 * GIB else "no" for step in steps]
     cells = [4.0]
     for step, fit in zip(steps, fits, strict=True):
-        cells += [relative_flops(step.config, 1024), step.peak / GIB, fit]
+        cells += [step.relative_flops, step.peak / GIB, fit]
     return steps[fits.index("fits")].config.recompute, cells
 
 

@@ -16,10 +16,10 @@ from test_model import random_ids
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from memory import POLICIES, MemorySavingGPT, recompute_plan_of_config
+from memory import MemorySavingGPT
 from model import MiniGPTConfig
 from planner import Layout
-from planner.formulas import closed_form_bytes_by_part, flops_per_token
+from planner.formulas import closed_form_bytes_by_part
 from planner.operators import cublas_workspace_bytes
 from planner.timeline import KINDS
 from trainer.optimizer import make_optimizer
@@ -233,35 +233,34 @@ IN_CHUNKS = [
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("memory", [*MEMORY[:-2], *MIXES[:-1], *IN_CHUNKS], ids=str)
-def test_flops_equal_those_that_torch_counts(memory, dropout):
-    """But for attention's own; and those of the planner's clock."""
-    config = replace(CONFIG, dropout=dropout, **memory)
-    T = config.max_position_embeddings
-    model, ids = MemorySavingGPT(config).train(), random_ids(2, T)
-    with FlopCounterMode(display=False) as counter:
-        model(ids, ids).backward()
-    needed, replayed = (2 * T * flops for flops in flops_per_token(config, T))
-    attention = 2 * T * 2 * T * config.d_model  # of one block: needed thrice, replayed once
-    how = recompute_plan_of_config(config)
-    again = [p for p in how.policies if "attention" in POLICIES[p].recomputed_matmul_names.split()]
-    nested = sum(size - 1 for _, size in how.group_policies_and_sizes if how.nested)
-    attentions = 3 * config.n_layers + len(again) + nested
-    expected = needed + replayed - attention * attentions
-    # Nor a product that adds in place to what is there: the head's weight gradient.
-    expected -= 2 * 2 * T * config.vocab_size * config.d_model
-    # (A CPU's fused attention is counted since torch 2.15, in full square.)
-    flops = counter.get_flop_counts()["Global"].items()
-    found = {str(op): n for op, n in flops if "flash_attention_for_cpu" not in str(op)}
-    # With dropout a CPU does not fuse it. It is counted in full square; and of several operators
-    # no policy keeps the result of all.
-    square = 2 * attention * (attentions + how.policies.count("sdpa"))
-    assert found.pop("aten.bmm", 0) == square * (dropout > 0)
-    assert sum(found.values()) == expected
-    if not dropout:  # (attention's backward computes the scores again)
+def test_flops_are_those_that_torch_counts(memory, dropout):
+    """All matrix products; those of a policy beyond those of `none` are its replays."""
+    T = replace(CONFIG, **memory).max_position_embeddings
+    counted, planned, attention = [], [], []
+    for recompute in (memory.get("recompute", "none"), "none"):
+        config = replace(CONFIG, dropout=dropout, **memory | {"recompute": recompute})
+        model, ids = MemorySavingGPT(config).train(), random_ids(2, T)
+        with FlopCounterMode(display=False) as counter:
+            model(ids, ids).backward()
+        flops = counter.get_flop_counts()["Global"].items()
+        # (A CPU's fused attention is counted since torch 2.15, in full square.)
+        counted.append(sum(n for op, n in flops if "flash_attention_for_cpu" not in str(op)))
         step = planner(config, seq_len=T).step(2)
         work = step.flops_and_bytes_by_op
-        assert step.replayed_flops == pytest.approx(replayed, rel=1e-12)
-        assert work.flops @ work.times == needed + replayed + attention * config.n_layers / 2
+        flops = work.flops * work.times
+        planned.append(flops[work.attention == 0].sum())
+        attention.append(flops[(work.attention > 0) & work.replayed].sum())
+        products = {n: {*(work.flops[work.attention == n])} for n in (1, 2)}
+        fused = 2 * T * 2 * T * config.d_model  # two products of half a square, of 2 sequences
+        assert products == ({1: set(), 2: set()} if dropout else {1: {fused}, 2: {2.5 * fused}})
+    # It leaves out a product that adds in place to what is there: the head's weight gradient.
+    assert counted == [n - 2 * 2 * T * CONFIG.vocab_size * CONFIG.d_model for n in planned]
+    _, replayed = (
+        planner(replace(CONFIG, dropout=dropout, **memory), seq_len=T)
+        .step(2)
+        .needed_and_replayed_flops
+    )
+    assert replayed == counted[0] - counted[1] + attention[0]
 
 
 # ---- batches

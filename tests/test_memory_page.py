@@ -16,7 +16,7 @@ from planner import Layout, StepMemory
 from planner.choose import pick_fastest_fitting_step
 from planner.record import StepRecord, group_name_and_kind, read_source_line
 from scripts import memory_page
-from scripts.style import COLORS, LEGEND, POLICIES, record_steps, relative_flops
+from scripts.style import COLORS, LEGEND, POLICIES, record_steps
 from trainer.metrics import format_bytes
 from trainer.plan import Plan, plan_for_command
 
@@ -151,8 +151,7 @@ def test_the_page_says_what_the_planner_says(chromium, tmp_path, seed):
         assert page.evaluate("[chart.step.name, DATA.axis, DATA.budget]") == wanted
 
         def cost(step: StepMemory) -> float:
-            flops = relative_flops(step.config, step.seq_len)
-            return step.seconds(card) if card else flops
+            return step.seconds(card) if card else step.relative_flops
 
         none = cost(records["none"].step_memory)
         for said, (name, record) in zip(page.evaluate(SAID), records.items(), strict=True):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases.shapes import PRECISIONS, ways
 from harness import gpu_operators
+from harness.planned import planner
 from harness.runs import same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
@@ -20,7 +21,6 @@ from torch import Generator, Tensor
 
 from memory import POLICY_NAMES
 from model import MiniGPT
-from planner.formulas import flops_per_token
 from trainer.device import compile_blocks
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
@@ -154,9 +154,11 @@ def test_compiled_blocks_multiply_no_more_than_they_say(policy):
         return sum(event.flops for event in profiler.events() if event.name in MATMULS)
 
     config = tiny(recompute=policy, n_layers=3).config
-    runs = 5 if "nested" in policy else 3 if policy[:4] in ("full", "attn") else 0
-    replayed = flops_per_token(config, 16, compiled=True)[1] - runs * 2 * 16 * config.d_model
-    assert multiplied(policy) - multiplied("none") == 2 * 16 * replayed
+    work = planner(config, seq_len=16).step(2).flops_and_bytes_by_op
+    eager = (work.flops * work.times)[work.replayed & (work.attention == 0)].sum()
+    stops = {"full": 3, "full/2": 2, "full/3+nested": 3}.get(policy, 0)
+    last_matmul = 2 * 2 * 16 * config.d_ff * config.d_model
+    assert multiplied(policy) - multiplied("none") == eager + stops * last_matmul
 
 
 @pytest.mark.gpu

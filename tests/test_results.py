@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import shlex
-from dataclasses import replace
 
 import pytest
 from harness.runs import ROOT
@@ -15,9 +14,8 @@ from test_readme import DOCS, README, cells
 from memory import POLICY_NAMES
 from model import MiniGPTConfig
 from planner.formulas import count_parameters
-from scripts import memory_timeline
+from scripts import memory_timeline, plan_memory
 from scripts.kept_tensors import kept_by_one_block
-from scripts.style import relative_flops
 from studies import tables
 
 FOLDER = ROOT / "studies/results"
@@ -123,7 +121,8 @@ def kept():
 
 
 def step_flops(policy: str) -> float:
-    return relative_flops(replace(GPT2_SMALL, recompute=policy), 1024)
+    plan = plan_memory.make_plan(plan_memory.parse(["--model=gpt2", "--device=cuda"]))[0]
+    return plan.planner.step(1, recompute=policy).relative_flops
 
 
 def test_the_ladder_is_what_was_predicted(kept):
