@@ -285,9 +285,10 @@ def resumed(before: str, words: str) -> Settings:
     saved, now = parse(before), typed("--resume", words)
     state = {"args": {name: getattr(saved, name) for name in ROWS}, "typed": sorted(saved.typed)}
     state |= {"config": {"vocab_size": 289}, "tokenizer": {"name": saved.tokenizer_name or "bpe"}}
+    state["data"] = {"sequences_per_step": saved.batch_size * saved.grad_accum_steps}
     snapshot = LoadedSnapshot(state, now.checkpoint_path)
     settings = resolve(with_saved_flags(now, snapshot))
-    check_fixed_flags(settings, snapshot)
+    check_fixed_flags(settings, 1, snapshot)
     return settings
 
 

@@ -88,7 +88,7 @@ def set_up_from_settings(settings: Settings, make_process: MakeProcess) -> Run:
             f"{settings.use_activation_checkpoint} recomputes no MLP half; mlp, sdpa and full do"
         )
     if resumed is not None:
-        resume.check_fixed_flags(settings, resumed)
+        resume.check_fixed_flags(settings, process.layout.replicas, resumed)
     torch.autograd.set_detect_anomaly(settings.detect_anomaly)
     if process.rank == 0:  # only rank 0 logs
         check_logger(settings.log_to)

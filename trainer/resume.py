@@ -78,10 +78,14 @@ def with_saved_flags(settings: S, resumed: LoadedSnapshot) -> S:
     return type(settings).from_typed({**saved, **typed}, checkpoint_path=path)
 
 
-def check_fixed_flags(settings: Settings, resumed: LoadedSnapshot) -> None:
+def check_fixed_flags(settings: Settings, replicas: int, resumed: LoadedSnapshot) -> None:
     """Raise SnapshotError if a flag that may not change has another value than in the resumed
-    snapshot."""
-    state = resumed.state
+    snapshot, or if a step has another number of sequences.
+
+    `replicas`: number of micro-batches that are computed at the same time. The number of processes
+    may change if the batch of all processes together stays the same.
+    """
+    state, path = resumed.state, resumed.path
     # For these two flags, two values are valid: the value that was typed for the old run, and the
     # value that the old run then used (a default, for example).
     resolved = {
@@ -94,24 +98,31 @@ def check_fixed_flags(settings: Settings, resumed: LoadedSnapshot) -> None:
         before, after = state["args"].get(name), getattr(settings, name)
         if name in state["args"] and after not in (before, resolved.get(name, before)):
             raise SnapshotError(
-                f"{flag(name)}: {resumed.path} was trained with "
+                f"{flag(name)}: {path} was trained with "
                 f"{resolved.get(name, before)}, this run has {after}; pass the old value to "
                 "resume, or another --checkpoint-path to start a new run"
             )
+    before, micro_batches = state["data"]["sequences_per_step"], settings.batch_size * replicas
+    if before != (after := micro_batches * settings.grad_accum_steps):
+        steps, rest = divmod(before, micro_batches)
+        fits = f"--grad-accum-steps {steps}" if not rest else "another --batch-size"
+        raise SnapshotError(
+            f"--batch-size: {path} was trained with {before} sequences a step over all processes, "
+            f"this run has {after}; {fits} fits; or --init-from {path} in place of --resume starts "
+            "a new run from its weights"
+        )
 
 
 def check_resumable(saved: State, now: State, path: Path) -> None:
-    """Raise SnapshotError if a run cannot resume because its data or its batch has changed.
+    """Raise SnapshotError if a run cannot resume because its data have changed.
 
     `saved`: state of the snapshot at `path`. `now`: result of `build.make_snapshot_metadata` for
     this run.
 
     The following may change: flags that only decide how memory is used (they change no result), the
-    learning rate, the number of steps, and the intervals of logs, evaluations and saves. The number
-    of processes may change if the batch of all processes together stays the same. The text in the
-    data files may change if the data flags still name the same files; then the run prints that the
-    data changed. (`check_fixed_flags` checks all other flags that must not change, such as the
-    model's shape.)
+    learning rate, the number of steps, and the intervals of logs, evaluations and saves. The text
+    in the data files may change if the data flags still name the same files; then the run prints
+    that the data changed. (`check_fixed_flags` checks what must not change before data are read.)
     """
     names = names_with(Rule.DATA)
     changed = [name for name in names if saved["args"].get(name) != now["args"][name]]
@@ -121,15 +132,6 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
             f"has {now['data']['description']} ({', '.join(map(flag, changed))}); the data must "
             f"stay the same to resume; --init-from {path} in place of "
             "--resume starts a new run from its weights"
-        )
-    before, after = saved["data"]["sequences_per_step"], now["data"]["sequences_per_step"]
-    if before != after:
-        steps, rest = divmod(before, after // now["args"]["grad_accum_steps"])
-        fits = f"--grad-accum-steps {steps}" if not rest else "another --batch-size"
-        raise SnapshotError(
-            f"--batch-size: {path} was trained with {before} sequences a step over all processes, "
-            f"this run has {after}; {fits} fits; or --init-from {path} in "
-            "place of --resume starts a new run from its weights"
         )
 
 
