@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from cases.shapes import CONFIG, MEMORY, MIXES, PRECISIONS, WIDE, T
 from harness.answers import question
+from harness.marks import rest_slow
 from harness.planned import measured_peak, planner
 from harness.runs import parse
 from test_model import random_ids
@@ -65,7 +66,9 @@ def maker(mode: tuple[str, str], precision: str = "fp32"):
 
 
 @pytest.mark.parametrize(
-    ("config", "batch_size", "precision", "accumulate", "mode", "at_a_time"), STEPS, ids=str
+    ("config", "batch_size", "precision", "accumulate", "mode", "at_a_time"),
+    rest_slow(STEPS, lambda case: case in STEPS[::4]),
+    ids=str,
 )
 def test_predicted_peak_is_that_of_a_real_step(
     config, batch_size, precision, accumulate, mode, at_a_time, monkeypatch
@@ -92,7 +95,7 @@ def in_a_tree(accumulate: int) -> dict:
 
 
 @pytest.mark.filterwarnings("ignore:Expected a tensor")  # MemTracker's, at each `.grad = None`
-@pytest.mark.parametrize("accumulate", [1, 2, 4, 8])
+@pytest.mark.parametrize("accumulate", rest_slow([1, 2, 4, 8], lambda n: n in (2, 8)))
 @pytest.mark.parametrize("config", [CONFIG, WIDE, replace(WIDE, **FULL)], ids=str)
 def test_sums_that_wait_count_to_the_byte(config, accumulate):
     """Those of the flag --reproducible-sums. (The loss, 4 bytes, is freed later.)"""
@@ -231,8 +234,15 @@ IN_CHUNKS = [
 ]
 
 
+FAST = [*MEMORY[:-2:3], *MIXES[:1], *IN_CHUNKS[:1]]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("memory", [*MEMORY[:-2], *MIXES[:-1], *IN_CHUNKS], ids=str)
+@pytest.mark.parametrize(
+    "memory",
+    rest_slow([*MEMORY[:-2], *MIXES[:-1], *IN_CHUNKS], lambda memory: memory in FAST),
+    ids=str,
+)
 def test_flops_are_those_that_torch_counts(memory, dropout):
     """All matrix products; those of a policy beyond those of `none` are its replays."""
     T = replace(CONFIG, **memory).max_position_embeddings
@@ -270,21 +280,24 @@ TWO_SHARDS = Layout("fsdp", world_size=2)
 OFFLOAD, GPU = {"recompute": "mlp+offload"}, {"device_type": "cuda"}
 
 
+LARGEST = [
+    (0, {}, {}, 1, 2**22, None),
+    (0, {}, {}, 1, 2**23, None),
+    (1, FULL, {}, 12, 2**22, None),
+    (1, FULL, {}, 12, 2**23, None),
+    (0, FULL, {"layout": TWO_SHARDS, "accumulates_gradients": True}, 8, 2**22, None),
+    (0, FULL, {"layout": TWO_SHARDS, "accumulates_gradients": True}, 8, 2**23, None),
+    # A batch of one has no tensor that is large enough to move.
+    (4, {"recompute": "full+offload"}, GPU, 1, 2**25, None),
+    # Where a CPU is the device, blocks are in the peak; beside a GPU they have their own room.
+    (4, OFFLOAD, {}, 9, 2**23, None),
+    (4, OFFLOAD, GPU, 9, 2**26, 2**23),
+]
+
+
 @pytest.mark.parametrize(
     ("chunks", "memory", "settings", "asked", "budget", "host"),
-    [
-        (0, {}, {}, 1, 2**22, None),
-        (0, {}, {}, 1, 2**23, None),
-        (1, FULL, {}, 12, 2**22, None),
-        (1, FULL, {}, 12, 2**23, None),
-        (0, FULL, {"layout": TWO_SHARDS, "accumulates_gradients": True}, 8, 2**22, None),
-        (0, FULL, {"layout": TWO_SHARDS, "accumulates_gradients": True}, 8, 2**23, None),
-        # A batch of one has no tensor that is large enough to move.
-        (4, {"recompute": "full+offload"}, GPU, 1, 2**25, None),
-        # Where a CPU is the device, blocks are in the peak; beside a GPU they have their own room.
-        (4, OFFLOAD, {}, 9, 2**23, None),
-        (4, OFFLOAD, GPU, 9, 2**26, 2**23),
-    ],
+    rest_slow(LARGEST, LARGEST[1::3].__contains__),
 )
 def test_largest_batch_is_the_largest(chunks, memory, settings, asked, budget, host, monkeypatch):
     monkeypatch.setattr("memory.head.LOGITS_CHUNK_BYTES", 2**15)

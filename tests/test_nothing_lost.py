@@ -138,8 +138,13 @@ BREAKS = {
     "signal: SIGHUP": ("hup:0:7 hup:0:7", "", 129, "SIGHUP after step 7", 7, [7]),
 }
 SIGNALS = row("Ctrl-C, SIGTERM, a")
-ROWS = {"memory": row("out of memory,"), "signal": SIGNALS, "disk": row("disk full while")}
-CASES = [pytest.param(name, marks=ROWS.get(name.split(":")[0], ())) for name in BREAKS]
+ROWS = {"memory": [row("out of memory,")], "signal": [SIGNALS], "disk": [row("disk full while")]}
+FAST = {"data: gone", "disk: saving", "memory: a step", "NaN: none is saved", "NaN: float16"}
+FAST |= {"signal: SIGTERM", "signal: evaluating", "others: gone"}
+CASES = [
+    pytest.param(name, marks=[*ROWS.get(name.split(":")[0], ()), *[slow] * (name not in FAST)])
+    for name in BREAKS
+]
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +209,7 @@ def test_disk_full_while_the_cache_is_built(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("where", "lines"),
-    [(">&- 2>&-", 0), *(pytest.param(*to, marks=slow) for to in (("2>&-", 34), ("| head -2", 2)))],
+    [pytest.param(*to, marks=slow) for to in ((">&- 2>&-", 0), ("2>&-", 34), ("| head -2", 2))],
 )
 def test_a_stream_that_is_closed_costs_only_the_output(path, where, lines):
     """From the start, or later; as a full disk does."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases.shapes import CONFIG, PRECISIONS
 from harness.answers import SHAPE, ask
+from harness.marks import rest_slow
 from harness.planned import measured_peak, planner
 from harness.runs import parse
 from hypothesis import given
@@ -19,7 +20,7 @@ from trainer.process import OneProcess
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("policy", POLICY_NAMES[1:])
+@pytest.mark.parametrize("policy", rest_slow(POLICY_NAMES[1:], ["sdpa", "full"].__contains__))
 def test_predicted_peak_is_that_of_a_real_offloaded_step(policy, precision):
     """Some of its tensors are large enough to travel. A GPU's step pins as much."""
     config = replace(CONFIG, n_layers=3, d_model=192, d_ff=384, recompute=f"{policy}+offload")
@@ -51,6 +52,7 @@ FLAGS = "--n-layers 4 --batch-size 8 --use-activation-checkpoint full+offload"
 X = 8 * 32 * 16 * 4  # bytes of the residual stream: of four blocks, three are moved
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_cpu_is_part_of_the_room(monkeypatch, everything_travels):
     process = OneProcess(torch.device("cuda"), Layout(local_world_size=3))
     monkeypatch.setattr("trainer.device.without_margin", lambda room, device_type: int(room))

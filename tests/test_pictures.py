@@ -66,6 +66,7 @@ def faults(plt, figure) -> list[str]:
 # ---- memory over a step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "about"), MODELS.items())
 def test_timeline_shows_what_the_planner_counts_and_can_be_read(plt, flags, about):
     """A panel a policy, whatever policy the flags ask for; each as wide as its FLOPs."""

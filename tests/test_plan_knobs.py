@@ -7,6 +7,7 @@ import pytest
 import torch
 from harness import answers
 from harness.answers import SHAPE, budget_for, question, room_for, run
+from harness.marks import rest_slow
 from harness.runs import parse
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -155,7 +156,9 @@ def test_one_command_that_does_it(peaks):
     assert answer.json["if_out_of_memory"][0]["peak_bytes"] < first["peak_bytes"]
 
 
-@pytest.mark.parametrize("how", ["--all-knobs", "--longest-sequence"])
+@pytest.mark.parametrize(
+    "how", rest_slow(["--all-knobs", "--longest-sequence"], "--all-knobs".__eq__)
+)
 def test_where_nothing_fits_there_is_still_a_way_out(how, peaks):
     answer = answers.ask(f"{TYPED} {budget_for(peaks[0] - 9)} {how}")
     assert "full/2" in answer.out and "nothing fits" in answer.out  # the whole table

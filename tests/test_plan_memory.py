@@ -39,9 +39,9 @@ def tight() -> str:
 @pytest.mark.parametrize(
     ("flags", "sequences", "takes"),
     [
-        ("--device cuda --memory-budget 1GiB", 64, "none"),
+        pytest.param("--device cuda --memory-budget 1GiB", 64, "none", marks=pytest.mark.slow),
         ("tight", 64, None),
-        (f"--card H100 {SEVERAL}", 2 * 3 * 64, "none"),
+        pytest.param(f"--card H100 {SEVERAL}", 2 * 3 * 64, "none", marks=pytest.mark.slow),
         (f"--card H100 {SEVERAL} --fsdp", 2 * 3 * 64, "none"),
     ],
 )
@@ -272,8 +272,13 @@ def test_this_machine_is_measured(monkeypatch):
     "flags",
     [
         "--card H100 --n-layers 4 --d-model 64 --seq-len 128",
-        "--device cpu --memory-budget 1GiB --n-layers 4",
-        "--card H100 --nproc-per-node 2 --fsdp --d-model 64 --n-layers 4 --seq-len 128",
+        *(
+            pytest.param(flags, marks=pytest.mark.slow)
+            for flags in (
+                "--device cpu --memory-budget 1GiB --n-layers 4",
+                "--card H100 --nproc-per-node 2 --fsdp --d-model 64 --n-layers 4 --seq-len 128",
+            )
+        ),
     ],
 )
 def test_what_a_run_takes_when_memory_runs_out(flags):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases.shapes import PRECISIONS
+from harness.marks import rest_slow
 from harness.runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -90,7 +91,10 @@ RETURNS = {
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("returns", RETURNS)
-@pytest.mark.parametrize(("precision", "make"), [("fp32", adamw), ("bf16", with_momentum)])
+@pytest.mark.parametrize(
+    ("precision", "make"),
+    rest_slow([("fp32", adamw), ("bf16", with_momentum)], lambda case: case[0] == "bf16"),
+)
 def test_a_model_by_hand(recompute, returns, precision, make):
     model, how = Tied(RETURNS[returns]), PRECISIONS[precision]
     batch = {"ids": IDS, "labels": LABELS} if returns == "a tensor" else (IDS, LABELS)
@@ -113,7 +117,11 @@ def test_a_model_by_hand(recompute, returns, precision, make):
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(
-    "extra", [{}, {"use_cache": False}, {"attention_mask": torch.ones(B, T, dtype=torch.int64)}]
+    "extra",
+    rest_slow(
+        [{}, {"use_cache": False}, {"attention_mask": torch.ones(B, T, dtype=torch.int64)}],
+        lambda extra: "attention_mask" in extra,
+    ),
 )
 def test_gpt2_of_transformers(recompute, extra):
     """None of its blocks is ours, nor is what turns its recompute on."""
@@ -133,7 +141,7 @@ def test_gpt2_of_transformers(recompute, extra):
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("device_type", ["cpu", "cuda", "mps"])
+@pytest.mark.parametrize("device_type", rest_slow(["cpu", "cuda", "mps"], "cuda".__eq__))
 def test_minigpt_is_one_of_them(recompute, device_type):
     """The planner that knows it says the same, to the byte. (In float32. In bfloat16 autocast keeps
     copies of weights here until forward ends, which the trainers turn off.)"""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases.shapes import PRECISIONS, ways
 from harness import gpu_operators
+from harness.marks import rest_slow
 from harness.planned import planner
 from harness.runs import same
 from hypothesis import HealthCheck, given, settings
@@ -140,7 +141,10 @@ def test_no_policy_changes_a_bit_of_what_is_compiled(policy):
 MATMULS = ("aten::mm", "aten::addmm")
 
 
-@pytest.mark.parametrize("policy", [*POLICY_NAMES[1:], "full/2", "full/3+nested"])
+@pytest.mark.parametrize(
+    "policy",
+    rest_slow([*POLICY_NAMES[1:], "full/2", "full/3+nested"], "full".__eq__),
+)
 def test_compiled_blocks_multiply_no_more_than_they_say(policy):
     """Early stop cannot end compiled code half-way, so `full` replays its last matmul too; but the
     result of a region that ends in a matmul is kept."""

@@ -258,7 +258,7 @@ def test_signal_to_torchrun(path, trainer, name, to_all):
 @pytest.mark.parametrize(
     ("script", "flags", "steps"),
     [("train_ddp", "--no-amp", "nan:1:11 infinite-loss:0:12 nan:1:13"),
-     ("train_fsdp", "--amp-dtype=float16", "nan:1:11")],
+     pytest.param("train_fsdp", "--amp-dtype=float16", "nan:1:11", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_all_processes_skip_or_none(tmp_path, script, flags, steps):
     """A gradient, then a loss, of process 1 alone; then three of them. In float16 the overflow is

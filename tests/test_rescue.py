@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import runs
 from harness.faults import broken, raising, undisturbed
+from harness.marks import rest_slow
 from harness.rows import row
 from harness.runs import (
     FAULTS,
@@ -52,6 +53,8 @@ WAYS = {
     "cheap+offload": "--no-amp",
 }
 
+FAST = ["none, in a tree", "cheap+offload"]
+
 
 def flags_of(way: str) -> list[str]:
     policy, _, _ = way.partition(", ")
@@ -64,7 +67,7 @@ def places_in(operators: int, draw: random.Random, number: int) -> list[tuple[in
 
 @row("memory runs out in any")
 @pytest.mark.usefixtures("everything_travels")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", rest_slow(WAYS, lambda way: way in FAST))
 def test_wherever_forward_or_backward_run_out_the_step_ends_with_the_same_bits(
     way, tmp_path, monkeypatch, capsys, thorough
 ):
@@ -159,7 +162,10 @@ def test_nothing_of_the_failed_attempt_stays_alive(way, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("plans_memory")
 @pytest.mark.parametrize(
     ("step", "flags", "backward"),
-    [(3, "", False), (3, "--profile=1", True), (4, "--profile=1", True)],
+    rest_slow(
+        [(3, "", False), (3, "--profile=1", True), (4, "--profile=1", True)],
+        lambda case: case[0] == 4,
+    ),
 )
 def test_a_step_that_is_looked_at(step, flags, backward, path, capsys):
     """Measured (the third) or profiled (the fourth): neither takes the planner's tensors, nor its
@@ -265,6 +271,7 @@ AGAIN = row("memory runs out once more")
 
 
 @AGAIN
+@slow
 @pytest.mark.usefixtures("plans_memory")
 @pytest.mark.parametrize("policy", ["none", "attn"])  # (nothing needs less than attn)
 def test_wherever_the_rescue_itself_runs_out_it_ends_the_run(policy, tmp_path, capfd, thorough):
@@ -329,7 +336,7 @@ def test_a_process_that_may_have_no_more(share, fault, policy, code, path):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.usefixtures("plans_memory")
 @pytest.mark.parametrize(
-    "room", [64, *(pytest.param(n, marks=slow) for n in (0, 500, 1000, 2000, 3000, 5000, 8000))]
+    "room", [*(pytest.param(n, marks=slow) for n in (64, 0, 500, 1000, 2000, 3000, 5000, 8000))]
 )
 def test_a_process_that_has_next_to_nothing_left(room, path):
     """Beyond what it has before a step: so many KiB, which is less than the step needs. It is

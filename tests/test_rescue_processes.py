@@ -116,8 +116,8 @@ def restarted(
     ("script", "flags", "faults", "restarts"),
     [
         # (A shortage that is there from the start is rehearsed: no other restart.)
-        case("train_ddp", "--no-amp", "last:0:3 rehearsed:1:3:1", 1, marks=LATER),
-        case("train_fsdp", "--no-amp", "sharded:0:3", 1, marks=SHARDED),
+        case("train_ddp", "--no-amp", "last:0:3 rehearsed:1:3:1", 1, marks=[LATER, slow]),
+        case("train_fsdp", "--no-amp", "sharded:0:3", 1, marks=[SHARDED, slow]),
         case("train_ddp", "--no-amp --grad-accum-steps=2", "buckets:0:2", 1, marks=slow),
         case("train_ddp", "--no-amp --grad-accum-steps=2", "last:1:2", 1, marks=slow),
         case("train_ddp", FLOAT16, "last:0:1 last:1:1", 1, marks=slow),
@@ -148,7 +148,8 @@ def test_where_all_have_to_know_torchrun_starts_them_again_and_deeper(
 @pytest.mark.parametrize(
     ("faults", "flags"),
     [
-        ("update:0:3", ""),  # some weights may have changed: it says nothing of the policy
+        # Some weights may have changed: it says nothing of the policy.
+        case("update:0:3", "", marks=slow),
         case("sharded:0:3", "--on-out-of-memory=stop", marks=slow),
         case("last:0:3", "--use-activation-checkpoint=qkv:1,attn", marks=slow),
         case("early:1:3", "--use-activation-checkpoint=qkv:1,attn", marks=slow),
@@ -190,7 +191,7 @@ PAIRS += ["--amp-dtype=bfloat16 --compress-gradients"]
 
 @pytest.mark.parametrize(
     ("draw", "flags"),
-    [(0, PAIRS[2]), *(case(1, way, marks=slow) for way in PAIRS)],
+    [case(0, PAIRS[2], marks=slow), *(case(1, way, marks=slow) for way in PAIRS)],
 )
 def test_ranks_may_have_policies_of_their_own(draw, flags, tmp_path):
     """Each by its own budget. What is written is of process 0."""

@@ -69,8 +69,8 @@ def test_a_table_is_printed_and_written(name, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("name", "of"),
     [
-        ("ladder", "plain"),
-        ("ladder", "full"),
+        pytest.param("ladder", "plain", marks=pytest.mark.slow),
+        pytest.param("ladder", "full", marks=pytest.mark.slow),
         pytest.param("long", (("sdpa", 0, 1), "gpt2"), marks=pytest.mark.slow),
         pytest.param("long", (("full", 1, 4), "gpt2"), marks=pytest.mark.slow),
     ],
@@ -125,6 +125,7 @@ def step_flops(policy: str) -> float:
     return plan.planner.step(1, recompute=policy).relative_flops
 
 
+@pytest.mark.slow
 def test_the_ladder_is_what_was_predicted(kept):
     """What a block keeps, in whole BTC; peaks, FLOPs and times of a step."""
     rows = {row[0].strip("`"): row[1:] for row in cells(DOCS["ladder.md"], "| policy | keeps")}

@@ -244,6 +244,7 @@ MADE = [lambda old, new=new: new for new in STRANGE] + [
 
 
 @row("a snapshot with a strange")
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(FP32,), ("--amp-dtype=float16", *LEAN)])
 def test_a_strange_value_is_one_line_or_changes_nothing(tmp_path, flags, n=100):
     """Wherever it stands in a snapshot whose checksums are right. (The step is not in the log, so

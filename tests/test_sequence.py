@@ -20,6 +20,7 @@ def test_processes_learn_what_one_does(n, which):
 FLAGS = "--no-amp --dropout=0 --seq-len=15 --num-steps=16 --eval-interval=4 --sample-tokens=4"
 
 
+@pytest.mark.slow
 def test_from_and_to_other_trainers(tmp_path):
     """All the way with the losses, evaluations and norms of one process. In the end both write a
     text, each token of it after those before."""

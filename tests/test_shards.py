@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from cases.shapes import WIDE
 from harness.answers import BATCH, SHAPE, ask, question, room_for
+from harness.marks import rest_slow
 from harness.planned import planner
 from harness.runs import parse, start_together
 from harness.sharded import CASES, LONG_CASES, Case, train_step
@@ -56,8 +57,9 @@ def planner_of(case: Case, kind: str, n: int) -> Planner:
 @pytest.mark.parametrize(
     ("act", "n", "names"),
     [
-        ("memory", 2, FEW),
-        ("memory_together", 2, ["sdpa"]),  # of train_sp.py
+        ("memory", 2, ["cheap, bfloat16", "in a tree"]),
+        pytest.param("memory", 2, FEW, marks=slow),
+        pytest.param("memory_together", 2, ["sdpa"], marks=slow),  # of train_sp.py
         *(pytest.param("memory_together", n, [*LONG_CASES], marks=slow) for n in (2, 4)),
     ],
 )
@@ -113,8 +115,7 @@ def tracked_peak(case: Case, n: int) -> int:
 @pytest.mark.parametrize(
     ("name", "n"),
     [
-        *((name, 2) for name in FEW),
-        *(pytest.param(name, 2, marks=slow) for name in CASES if name not in FEW),
+        *rest_slow([(name, 2) for name in CASES], lambda case: case[0] in FEW[:2] + FEW[-1:]),
         *(pytest.param(name, 3, marks=slow) for name in CASES),
     ],
 )
@@ -165,17 +166,20 @@ DEEP = "--n-layers 8 --d-model 64 --seq-len 16 --batch-size 2"  # much weight, l
     ("kind", "n", "replicas", "said"),
     [
         ("fsdp", 4, 4, "4 processes hold the model between them"),
-        ("sp", 2, 1, "share each sequence"),  # a step has as many as with one process
+        # (A step has as many as with one process.)
+        pytest.param("sp", 2, 1, "share each sequence", marks=slow),
     ],
 )
 def test_plan_memory_plans_shards(kind, n, replicas, said):
     answer = ask(
-        "--vocab-size 64 --device cpu --memory-budget 1GiB --num-steps 3 "
+        "--vocab-size 64 --device cuda --memory-budget 1GiB --num-steps 3 "
         f"--{kind} --nproc-per-node {n}"
     )
     precision = getattr(torch, answer.json["precision"])
     layouts = Layout(kind, world_size=n), Layout()
-    plans = (Plan(parse(SHAPE), 64, CPU, precision, layout=layout) for layout in layouts)
+    plans = (
+        Plan(parse(SHAPE), 64, torch.device("cuda"), precision, layout=layout) for layout in layouts
+    )
     peak, alone = (plan.planner.step(BATCH, recompute="full").peak for plan in plans)
     assert answer.peaks["full"] == peak < alone
     assert said in answer.out and answer.json["run"]["tokens"] == 3 * BATCH * 32 * replicas

@@ -128,7 +128,7 @@ def test_resumed_with_as_many_threads_or_with_others(tmp_path, capsys):
     assert "threads 2 -> 1: sums are rounded differently\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("which", ["few", pytest.param("all", marks=slow)])
+@pytest.mark.parametrize("which", [pytest.param(of, marks=slow) for of in ("few", "all")])
 def test_every_policy_with_shards(which):
     """Each equals DDP, and DDP without recomputation; so does each optimizer. See sharded.py."""
     result = start_together(["tests/harness/sharded.py", "steps", which]).end(timeout=400)
@@ -168,14 +168,14 @@ TOKENS = 4 * [["alltoall_base_", QKV], ["alltoall_base_", ATTENDED]] + [["allred
 @pytest.mark.parametrize(
     ("script", "flags", "expected"),
     [
-        ("train_ddp", "", [["allreduce_", 4 * ALL]]),
+        pytest.param("train_ddp", "", [["allreduce_", 4 * ALL]], marks=slow),
         ("train_ddp", "--compress-gradients --no-amp", [["allreduce_", 2 * ALL]]),
         (
             "train_ddp",
             "--reproducible-sums --grad-accum-steps=4",
             2 * [["alltoall_base_", 4 * ALL]],
         ),
-        ("train_fsdp", "--use-activation-checkpoint", 3 * GATHERS + ONCE),
+        pytest.param("train_fsdp", "--use-activation-checkpoint", 3 * GATHERS + ONCE, marks=slow),
         ("train_fsdp", "--reproducible-sums --grad-accum-steps=2", 2 * (GATHERS + TREE) + NORM),
         pytest.param("train_sp", "--no-amp", 3 * (GATHERS + TOKENS) + ONCE, marks=slow),
     ],

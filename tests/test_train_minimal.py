@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness.faults import raising
+from harness.marks import rest_slow
 from harness.runs import ROOT, TINY, metrics, parse, ready, run, same, snapshot, train_here
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -127,7 +128,7 @@ PLAN = rf"^memory .*?peak {SIZE}, .*?(?:recompute: peak {SIZE}|$)"
 
 
 @predicted
-@pytest.mark.parametrize("flags", RUNS)
+@pytest.mark.parametrize("flags", rest_slow(RUNS, RUNS[1:3].__contains__))
 def test_a_step_takes_what_was_predicted_and_measuring_changes_no_bit(
     flags, tmp_path, monkeypatch, capsys
 ):
