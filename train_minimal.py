@@ -43,7 +43,7 @@ from trainer.metrics import format_validation, perplexity
 from trainer.optimizer import step_if_finite
 from trainer.process import OneProcess
 from trainer.report import is_log_overdue, make_step_record, write_and_print_record
-from trainer.run import Run, is_save_requested_or_overdue, retry_on_out_of_memory, save
+from trainer.run import Run, is_save_overdue, retry_on_out_of_memory, save
 from trainer.settings import Settings
 from trainer.shutdown import Signals, SkippedUpdateCounter, nan_grads_if_infinite, run_safely
 from trainer.snapshot import sibling_path
@@ -221,14 +221,14 @@ def finish_step(
     run.recent_losses.append(losses)
     skipped.add_grad_norm(grad_norm)
     # All processes must do the same after the same step. They all stop if one of them received a
-    # signal to stop. They all save if a signal or --save-minutes asked one of them to save. They
+    # signal to stop. They all save if the last save of one of them is --save-minutes old. They
     # all log if rank 0 has printed nothing for a long time.
-    run.stop_signal, save_requested, log_overdue = process.all_reduce_max(
-        [run.received_signal, is_save_requested_or_overdue(run), is_log_overdue(run)]
+    run.stop_signal, save_overdue, log_overdue = process.all_reduce_max(
+        [run.received_signal, is_save_overdue(run), is_log_overdue(run)]
     )
     log_now = is_due(run, settings.log_interval) or log_overdue
     evaluate_now = is_due(run, settings.eval_interval)
-    save_now = save_is_due(run, skipped, save_requested > 0)
+    save_now = save_is_due(run, skipped, save_overdue > 0)
     if not (log_now or evaluate_now or save_now):
         return {}
     skipped.count_skips_in_a_row()  # if it raises MiniGPTError, nothing is logged or saved
@@ -247,11 +247,11 @@ def is_due(run: Run, interval: int) -> bool:
     return run.step >= run.settings.num_steps or (interval > 0 and run.step % interval == 0)
 
 
-def save_is_due(run: Run, skipped: SkippedUpdateCounter, asked: bool) -> bool:
+def save_is_due(run: Run, skipped: SkippedUpdateCounter, overdue: bool) -> bool:
     """Return True if a snapshot is to be saved after this step.
 
-    A save is due at the end of the run, if a signal or --save-minutes `asked` for it, if the last
-    save is in an earlier interval of --save-interval steps, and at the first evaluation if nothing
+    A save is due at the end of the run, if it is `overdue` by --save-minutes, if the last save is
+    in an earlier interval of --save-interval steps, and at the first evaluation if nothing
     was saved before.
 
     While updates are skipped, a save waits, unless the run ends: it would rename the last snapshot
@@ -263,7 +263,7 @@ def save_is_due(run: Run, skipped: SkippedUpdateCounter, asked: bool) -> bool:
     by_steps = interval > 0 and run.step // interval > run.saved_step // interval
     is_first = run.saved_step == 0 and 0 < first <= run.step
     # (Last, because `count_skips_in_a_row` waits for the GPU.)
-    return (asked or by_steps or is_first) and skipped.count_skips_in_a_row() == 0
+    return (overdue or by_steps or is_first) and skipped.count_skips_in_a_row() == 0
 
 
 def evaluate_and_save_best(run: Run, record: dict[str, Any]) -> None:

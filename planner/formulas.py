@@ -20,21 +20,15 @@ def closed_form_bytes_by_part(
     batch_size: int,
     seq_len: int,
     precision: torch.dtype,
-    optimizer: str = "adamw",
-    moments: torch.dtype = torch.float32,
 ) -> dict[str, int]:
     """Return the bytes of each part of a training step. `Planner` counts the same bytes.
 
-    `precision`: dtype of autocast; float32: no autocast. `optimizer`: a value of --optimizer.
-    `moments`: dtype of the optimizer's moments. In the formulas, a is the bytes per element of an
-    activation: 2 under autocast, else 4. m is the bytes per element of a moment. T_max is
-    max_position_embeddings.
+    `precision`: dtype of autocast; float32: no autocast. In the formulas, a is the bytes per
+    element of an activation: 2 under autocast, else 4. T_max is max_position_embeddings.
+    (`state_bytes` in shards.py adds the optimizer's state, such as 8 P for AdamW's moments.)
 
     parameters  4 P, where P = (V + T_max) C + L (4 C^2 + 2 C F + 9 C + F) + 2 C
     gradients   4 P
-    optimizer   AdamW: 2 m P for two moments, and a step counter of 4 bytes for each tensor.
-                Muon: the same, except for the matrices of the blocks. These have one moment and no
-                counter. They have L (4 C^2 + 2 C F) of the P parameters
     blocks      for each block the bytes of the tensors that its policy keeps (memory/policies.py);
                 `sizes` in the code below has the bytes of each tensor
     head        with chunks of n tokens, the sum of:
@@ -88,7 +82,6 @@ def closed_form_bytes_by_part(
     return {
         "parameters": 4 * P,
         "gradients": 4 * P,
-        "optimizer": optimizer_bytes(config, optimizer, moments),
         "blocks": kept_bytes,
         "head": head_bytes(config, N, precision),
     }
@@ -99,19 +92,6 @@ def count_parameters(config: MiniGPTConfig) -> int:
     V, C, F = config.vocab_size, config.d_model, config.d_ff
     P = (V + config.max_position_embeddings) * C + 2 * C
     return P + config.n_layers * (4 * C * C + 2 * C * F + 9 * C + F)
-
-
-def optimizer_bytes(config: MiniGPTConfig, optimizer: str, moments: torch.dtype) -> int:
-    """Return the bytes that the optimizer keeps between steps.
-
-    They are the part "optimizer" in the result of `closed_form_bytes_by_part`. `optimizer`: a
-    value of --optimizer. `moments`: dtype of the optimizer's moments.
-    """
-    C, F, L = config.d_model, config.d_ff, config.n_layers
-    stored, counters = 2 * count_parameters(config), 4 + 12 * L
-    if optimizer == "muon":
-        stored, counters = stored - L * (4 * C * C + 2 * C * F), counters - 4 * L
-    return moments.itemsize * stored + 4 * counters
 
 
 def head_bytes(

@@ -163,8 +163,6 @@ class OpRecorder(TorchDispatchMode):
         the tensors that the operator returned.
         """
         schema, place, number = operator_schema(func), self.phase_marks[-1], self.n_ops + 1
-        if schema.name in EMPTY and results[0].numel() == 0:
-            return  # do not record the empty tensor that torch 2.9's activation checkpoint makes
         site = self.sources.current(*place[1:]) if self.sources else UNKNOWN_SITE
         operator = "" if schema.is_view else func.__name__
         storages = [self.add_storage(tensor, operator, site) for tensor in results]
@@ -229,8 +227,7 @@ class OpRecorder(TorchDispatchMode):
         _, storage.phase, storage.block_index = self.phase_marks[-1]
         storage.replayed = self.is_replaying
         storage.line = source.file_and_line
-        if storage.nbytes:  # skip the empty tensor that torch 2.9's activation checkpoint keeps
-            self.storages.append(storage)
+        self.storages.append(storage)
 
         def on_freed(_: weakref.ref) -> None:
             del self.live_storages[address]  # another storage may get this address

@@ -93,8 +93,7 @@ def state_bytes(model: MiniGPT, optimizer_state: Iterable[Tensor], n: int) -> in
     They are the weights, the gradients, the optimizer's state, and the weights that a process
     gathers. `model` and `optimizer_state` are whole, and may be on "meta": nothing is simulated.
     """
-    weights = list(model.parameters())
-    tensors = chain(weights, weights, optimizer_state)  # weights, and their gradients
+    tensors = chain(model.parameters(), model.parameters(), optimizer_state)  # (also gradients)
     return gathered_bytes(model, n) + sum(bytes_of_rows(tensor, n) for tensor in tensors)
 
 

@@ -256,8 +256,7 @@ class Planner:
                 allocated = segments[0].allocated_and_freed_by_kind[0, 0]
                 allocated[KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
                 self.update = segments[-1]
-            elif frame is None and self.update:
-                segments[-1] = self.update
+            segments[-1] = self.update or segments[-1]
             self.few_call_segments[key] = FewCallSegments(segments)
         return self.few_call_segments[key]
 
@@ -318,10 +317,8 @@ class Planner:
         `sources`: finds the call sites that the recorder stores; None: store no call sites.
         """
         log = self.run_fake_step(batch_size, config, sources=sources)
-        segments = split_into_segments(
-            log, [size for _, size in recompute_plan_of_config(config).group_policies_and_sizes]
-        )
-        whole = [(segment, 0) for segment in segments]
+        sizes = [size for _, size in recompute_plan_of_config(config).group_policies_and_sizes]
+        whole = [(segment, 0) for segment in split_into_segments(log, sizes)]
         return log, StepMemory(config, batch_size, self.seq_len, whole)
 
     def record(self, batch_size: int, **memory: Any) -> StepRecord:
@@ -451,9 +448,8 @@ class Planner:
         """Sentence for the user on operators that the plan gets wrong for a GPU; "" if none."""
         # RMSNorm is the only function in torch's native_functions.yaml that runs as one operator on
         # a GPU and as several on a CPU.
-        if self.on_cpu or not any(isinstance(part, nn.RMSNorm) for part in self.model.modules()):
-            return ""
-        return (
+        is_other = not self.on_cpu and any(isinstance(m, nn.RMSNorm) for m in self.model.modules())
+        return is_other * (
             "rms_norm is planned as several operators, as on a CPU; on "
             f"{self.device_type} it is one, which keeps less: the real peak is likely lower"
         )
@@ -586,11 +582,9 @@ def step_once_of_each_kind(optimizer: torch.optim.Optimizer, log: OpRecorder) ->
     The recorder counts this one as often as there are such updates. An optimizer with a method
     `updates_by_kind` tells which updates these are; any other optimizer runs a whole step.
     """
-    if not hasattr(optimizer, "updates_by_kind"):
-        optimizer.step()
-        return
+    every = {"all": [optimizer.step]}
     with torch.no_grad():
-        for updates in optimizer.updates_by_kind().values():
+        for updates in getattr(optimizer, "updates_by_kind", lambda: every)().values():
             log.times = len(updates)
             updates[0]()
     log.times = 1

@@ -17,18 +17,12 @@ planner.CARDS the prediction uses the figures of its data sheet. Any other devic
 three seconds before the first run.
 """
 
-import os
-import sys
-
-if not __package__:  # python scripts/benchmark.py: the packages are one folder up
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    import scripts  # noqa: F401
-
 import argparse
 import json
 import shlex
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress

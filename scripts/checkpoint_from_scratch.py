@@ -17,13 +17,7 @@ exit code is 1.
 Part 1 is the checkpoint. Part 2 is the narrator, which prints the events. Part 3 is the comparison.
 """
 
-import os
 import sys
-
-if not __package__:  # python scripts/checkpoint_from_scratch.py: the packages are one folder up
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    import scripts  # noqa: F401
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress

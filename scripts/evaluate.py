@@ -10,15 +10,9 @@ Every token except the first one is predicted, and counts once. The model comput
 that other programs can reproduce the loss. (--amp-dtype auto computes in the trainers' precision.)
 """
 
-import os
-import sys
-
-if not __package__:  # python scripts/evaluate.py: the packages are one folder up
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    import scripts  # noqa: F401
-
 import argparse
 import math
+import sys
 import time
 from collections.abc import Iterator
 from itertools import chain

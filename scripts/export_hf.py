@@ -12,15 +12,10 @@ safetensors (pip install safetensors), but not transformers. The trainers' --ini
 exported folder.
 """
 
-import os
-import sys
-
-if not __package__:  # python scripts/export_hf.py: the packages are one folder up
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    import scripts  # noqa: F401
-
 import json
+import os
 import shlex
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any

@@ -6,14 +6,8 @@ The text appears token by token. A sample ends when the model generates <|endoft
 --max-new-tokens.
 """
 
-import os
-import sys
-
-if not __package__:  # python scripts/generate.py: the packages are one folder up
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    import scripts  # noqa: F401
-
 import argparse
+import sys
 from collections.abc import Iterator
 
 import torch

@@ -7,15 +7,9 @@ JAX prints a similar list with `print_saved_residuals`. This command runs the mo
 which have shapes but no memory. So any size works.
 """
 
-import os
-import sys
-
-if not __package__:  # python scripts/kept_tensors.py: the packages are one folder up
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    import scripts  # noqa: F401
-
 import argparse
 import re
+import sys
 
 import torch
 

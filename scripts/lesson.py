@@ -11,15 +11,9 @@ tests/test_lesson.py measures each answer again. Exit codes: 0 right answer, 3 w
 an answer.
 """
 
-import os
-import sys
-
-if not __package__:  # python scripts/lesson.py: the packages are one folder up
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    import scripts  # noqa: F401
-
 import argparse
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -17,17 +17,11 @@ All numbers come from the planner (planner/record.py). The page itself is plain 
 JavaScript in scripts/page/. This file inserts the numbers into the page.
 """
 
-import os
-import sys
-
-if not __package__:  # python scripts/memory_page.py: the packages are one folder up
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    import scripts  # noqa: F401
-
 import json
 import math
 import re
 import shlex
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import count, pairwise

@@ -11,13 +11,7 @@ tensors, as the planner predicts it. `--device cuda` plans for a GPU, also on a 
 The command needs matplotlib: pip install matplotlib
 """
 
-import os
 import sys
-
-if not __package__:  # python scripts/memory_timeline.py: the packages are one folder up
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    import scripts  # noqa: F401
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -15,16 +15,10 @@ allocator's gaps. The margin is a tenth of the budget. On a GPU it is at least 1
 budget is below 4 GiB, the margin is a quarter of the budget.
 """
 
-import os
-import sys
-
-if not __package__:  # python scripts/plan_memory.py: the packages are one folder up
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    import scripts  # noqa: F401
-
 import gc
 import math
 import shlex
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from itertools import islice

@@ -10,15 +10,9 @@ the run went on with another recompute policy. The legend shows each run's peak 
 needs matplotlib: pip install matplotlib
 """
 
-import os
-import sys
-
-if not __package__:  # python scripts/plot_metrics.py: the packages are one folder up
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    import scripts  # noqa: F401
-
 import argparse
 import math
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

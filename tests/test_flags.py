@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from memory import POLICY_NAMES, recompute_plan_of_config
 from memory.policies import format_recompute_plan, parse_recompute_plan
 from planner.formulas import count_parameters
-from trainer.settings import Settings, resolve, with_run_length
+from trainer.settings import Settings, resolve
 
 # ---- one way for the flags
 
@@ -58,7 +58,6 @@ WAYS = [
     ["--card=RTX 4090"],
     ["--num-steps=12"],
     ["--num-tokens=1.5B"],
-    ["--num-epochs=0.1"],
     ["--eval-tokens=0"],
     ["--no-amp"],
     ["--amp-dtype=bfloat16"],
@@ -135,17 +134,11 @@ BATCH = "--batch-size 5 --grad-accum-steps 2 --seq-len 10"  # 100 tokens a repli
         ("--num-steps 40", 1, 40, 2),
         ("--num-tokens 10K", 4, 25, 1),
         ("--num-tokens 9801", 1, 99, 4),  # whole steps, rounded up
-        ("--num-epochs 20", 1, 220, 11),  # 110 sequences, 10 a step
-        ("--num-epochs 20", 2, 110, 5),
-        ("--num-epochs 0.1 --warmup-steps 7", 1, 2, 7),
-        ("--num-epochs 1.1 --batch-size 1 --grad-accum-steps 1", 1, 121, 6),  # not as floats are
+        ("--num-tokens 200 --warmup-steps 7", 1, 2, 7),
     ],
 )
 def test_in_steps(flags, replicas, steps, warm_up):
     run = resolve(typed(BATCH, flags), replicas)
-    if run.num_epochs is None:  # then nothing has to wait for the data
-        assert (run.num_steps, run.warmup_steps) == (steps, warm_up)
-    run = with_run_length(run, replicas, windows=110)
     assert (run.num_steps, run.warmup_steps) == (steps, warm_up)
 
 

@@ -23,14 +23,14 @@ FLOOR["data"] = FLOOR["planner"]
 # split; one of a room makes them simpler.
 ROOMS = {
     "the root": 411,
-    "memory": 528,
+    "memory": 527,
     "planner": 1_105,
     "trainer": 2_506,
     "data": 707,
-    "scripts": 1_278,
+    "scripts": 1_262,
     "studies": 69,
-    "all without tests": 6_621,
-    "tests": 6_546,
+    "all without tests": 6_587,
+    "tests": 6_460,
 }
 FILES_IN = {"trainer": 20, "scripts": 15}
 # Of a file: what is read from top to bottom, and pages.

@@ -13,12 +13,10 @@ from harness.marks import rest_slow
 from harness.rows import row
 from harness.runs import (
     FAULTS,
-    TINY,
     metrics,
     parse,
     same,
     snapshot,
-    start_together,
     train,
     train_here,
 )
@@ -330,25 +328,3 @@ def test_a_process_that_may_have_no_more(share, fault, policy, code, path):
         assert snapshot(path)["step"] == 1
     else:
         assert same(snapshot(path)["model"], snapshot(undisturbed(*LARGE))["model"])
-
-
-@AGAIN
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.usefixtures("plans_memory")
-@pytest.mark.parametrize(
-    "room", [*(pytest.param(n, marks=slow) for n in (64, 0, 500, 1000, 2000, 3000, 5000, 8000))]
-)
-def test_a_process_that_has_next_to_nothing_left(room, path):
-    """Beyond what it has before a step: so many KiB, which is less than the step needs. It is
-    rescued, or it ends with one line."""
-    flags = "--n-layers=4 --d-model=128 --seq-len=256 --batch-size=8 --no-amp --num-steps=3"
-    env = {"FAULTS": "oom:0:2", "ROOM": str(1024 * room), "MALLOC_MMAP_THRESHOLD_": "65536"}
-    words = f"{flags} --max-tokens=9000 --save-interval=1".split()
-    trainer = FAULTS, "train_minimal", *TINY, f"--checkpoint-path={path}"
-    result = start_together([*trainer, *words], 1, **env).end()
-    assert result.returncode in (0, 4) and "warning  step 2: out of" in result.stdout
-    if result.returncode:
-        (line,) = result.stderr.splitlines()
-        assert line.startswith("error: out of memory") and snapshot(path)["step"] == 1
-    else:
-        assert same(snapshot(path)["model"], snapshot(undisturbed(*words))["model"])

@@ -5,14 +5,11 @@ has the flags: --resume needs no other. What is typed wins, or is refused by the
 (Two runs that want the same files: test_snapshot.py. More refusals: test_bad_input.py.)
 """
 
-import io
-import math
 import os
 import re
 import shlex
 import tempfile
-from collections.abc import Callable
-from contextlib import redirect_stderr, suppress
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -40,8 +37,6 @@ from trainer.settings import ROWS, Settings, resolve
 from trainer.snapshot import (
     LoadedSnapshot,
     SnapshotError,
-    append_checksum,
-    files_of_run,
     sibling_path,
 )
 
@@ -211,71 +206,6 @@ def test_all_processes_agree_on_the_lowest_loss(path):
     process.all_gather_object = lambda mine: [last if mine is None else mine]
     settings = parse(*TINY, "--resume --num-steps=30").replace(checkpoint_path=path)
     assert build_run(settings, process, load_newest(path)).best_val_loss == lowest
-
-
-# ---- Resumed from what no run has saved
-
-
-def ways(value: object) -> list[tuple]:
-    """The keys that lead to each nested value."""
-    parts = value if isinstance(value, dict) else {}
-    if isinstance(value, list):
-        parts = dict(enumerate(value))
-    return [(), *((key, *way) for key, part in parts.items() for way in ways(part))]
-
-
-def with_value(value, way: tuple, new: Callable):
-    """A copy with what `new` makes of the value there."""
-    if not way:
-        return new(value)
-    key, *rest = way
-    copied = value.copy()
-    copied[key] = with_value(value[key], rest, new)
-    return copied
-
-
-STRANGE = [None, [], {}, "x", -1, True, 10**30, 10**5000, math.nan, torch.eye(2).to_sparse()]
-MADE = [lambda old, new=new: new for new in STRANGE] + [
-    lambda old: old[:1] if isinstance(old, torch.Tensor) and old.dim() else [],
-    lambda old: old.int() if isinstance(old, torch.Tensor) else 0.5,
-    lambda old: old.to_sparse() if isinstance(old, torch.Tensor) else [None],
-    lambda old: old.to("meta") if isinstance(old, torch.Tensor) else ["zzz"],
-]
-
-
-@row("a snapshot with a strange")
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [(FP32,), ("--amp-dtype=float16", *LEAN)])
-def test_a_strange_value_is_one_line_or_changes_nothing(tmp_path, flags, n=100):
-    """Wherever it stands in a snapshot whose checksums are right. (The step is not in the log, so
-    its record counts, too.)"""
-    path, damaged = tmp_path / "run.pt", tmp_path / "damaged.pt"
-    assert train_here(path, *flags, "--num-steps=6") == 0
-    state, resume = snapshot(path), ("--num-steps=8", "--lr-scheduler=constant")
-    damaged.write_bytes(path.read_bytes())
-    assert resume_alone(damaged, *resume) == 0
-    whole = snapshot(damaged)
-
-    @settings(max_examples=n)
-    @given(st.sampled_from([*state]).flatmap(lambda key: st.sampled_from(
-        [(key, *way) for way in ways(state[key])])), st.sampled_from(MADE))  # fmt: skip
-    def check(way, make):
-        for file in files_of_run(damaged):
-            file.unlink(missing_ok=True)
-        with open(damaged, "w+b") as file:
-            torch.save(with_value(state, way, make), file)
-            append_checksum(file)
-        with redirect_stderr(io.StringIO()) as said:
-            code = resume_alone(damaged, *resume)
-        if code == 2:
-            (line,) = said.getvalue().splitlines()
-            assert line.startswith("error: ")
-        else:
-            assert code == 0 and said.getvalue() == ""
-            for key in ("model", "optimizer", "step"):
-                assert same(snapshot(damaged)[key], whole[key]), way
-
-    check()
 
 
 # ---- The flags

@@ -62,24 +62,6 @@ def test_python_m_scripts_answers_a_newcomer():
             plan_memory.parse(flags)
 
 
-def test_tools_start_by_their_path_too(tmp_path):
-    """By the same lines in each, before anything else is imported; they work from any folder."""
-    for tool in startable("scripts"):
-        if tool.endswith(".sh"):
-            continue
-        code = (ROOT / "scripts" / f"{tool}.py").read_text()
-        before, _, after = code.partition("import os\nimport sys\n")
-        assert before.count('"""') == 2 and "import " not in before.rpartition('"""')[2], tool
-        assert after.startswith(f"""
-if not __package__:  # python scripts/{tool}.py: the packages are one folder up
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    import scripts  # noqa: F401
-"""), tool
-    words = [sys.executable, str(ROOT / "scripts/memory_timeline.py"), "--help"]
-    result = run(words, cwd=tmp_path)
-    assert (result.returncode, result.stderr) == (0, "") and result.stdout.startswith("usage: ")
-
-
 # ---- What comes before `import torch`
 
 
@@ -101,11 +83,9 @@ def start(words: str, stand_ins: Path, **env: str) -> subprocess.CompletedProces
     ],
 )
 def test_signals_during_imports(tmp_path, words, module):
-    """SIGUSR1 asks for a save, and there is nothing to save. Ctrl-C ends the program, though a
-    library may make something else of it."""
+    """Ctrl-C ends the program, though a library may make something else of it."""
     (tmp_path / f"{module}.py").write_text(
         "import os, _signal as signal\n"
-        "os.kill(os.getpid(), signal.SIGUSR1)\n"
         "try:\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "except KeyboardInterrupt:\n"

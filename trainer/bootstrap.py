@@ -1,8 +1,8 @@
 """Prepare a process before `import torch`. All trainers and commands import this file first.
 
 This file imports little, and only from the standard library, because it should run as early as
-possible. Before it has run, Ctrl-C and SIGUSR1 have the effect that they have in every Python
-program, and a process does not end when its torchrun is killed.
+possible. Before it has run, Ctrl-C has the effect that it has in every Python program, and a
+process does not end when its torchrun is killed.
 """
 
 # `_signal` is the part of the module `signal` that is written in C. Importing `signal` itself would
@@ -73,8 +73,6 @@ if IS_MAIN_PROGRAM:
     # A shell may start a background process with SIGINT ignored. Then SIGINT stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, handle_sigint)
-    if hasattr(signal, "SIGUSR1"):  # SIGUSR1 asks for a save: ignore it until training can save
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     set_stdout_errors()
 
 # (Imported after `handle_sigint` is installed.)

@@ -39,7 +39,7 @@ from .pretrained import Pretrained, SnapshotOrPretrained, computes_gpt2, open_in
 from .process import OneProcess
 from .report import describe_run
 from .run import Run, make_scaler
-from .settings import ROWS, Rule, Settings, check_layout, names_with, resolve, with_run_length
+from .settings import ROWS, Rule, Settings, check_layout, names_with, resolve
 from .snapshot import (
     LoadedSnapshot,
     SnapshotError,
@@ -110,7 +110,6 @@ def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrai
     data, config, plans, words = load_data_and_plan(settings, process, precision, origin)
     size, seq_len = settings.batch_size, settings.seq_len
     train = TrainBatches(data.train_token_files, size, seq_len, settings.data_seed, device)
-    settings = with_run_length(settings, process.layout.replicas, train.n_windows)
     val = ValBatches(data.val_token_files, size, seq_len, settings.eval_tokens, device)
     metadata = make_snapshot_metadata(settings, process, config, data, resumed)
     torch.manual_seed(settings.seed)  # for parameters that model.py itself draws

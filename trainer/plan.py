@@ -165,10 +165,6 @@ def suggest_change(
 # ---- the plan
 
 
-def do_nothing(n: int) -> None:
-    pass
-
-
 @cache
 def make_meta_model(config: MiniGPTConfig) -> MemorySavingGPT:
     """Return a model whose parameters have shapes but no memory, and need no simulation."""
@@ -226,7 +222,7 @@ class Plan:
     card: Card | None = None
     layout: Layout = Layout()
     link: str | None = None  # key of LINKS; None: leave the time of communication out
-    on_simulate: Callable[[int], object] = do_nothing  # gets each simulation's operators
+    on_simulate: Callable[[int], object] = lambda n: None  # gets each simulation's operators
 
     def with_flags(self, **flags: Any) -> "Plan":
         """Return the plan with other values of `flags`."""
@@ -404,32 +400,31 @@ class Plan:
     def advice_on_state(self) -> str:
         """Return why no step fits in less than the state, and changes of the training whose state
         fits, each with its bytes. Whether their steps fit is another question to the planner."""
-        processes, usable = self.layout.shard_degree, self.usable_bytes
-        each = f" in each of {processes} processes" if processes > 1 else ""
-        is_ddp = self.layout.gradients_persist and self.layout.world_size > 1
-        advice = " (train_fsdp.py deals them out)" if is_ddp else ""
+        n, usable = self.layout.world_size, self.usable_bytes
+        by_ddp = " (train_fsdp.py deals them out)" * self.layout.gradients_persist
+        each = f" in each of {n} processes{by_ddp}" if n > 1 else ""
         ways = list[str]()
         for alternatives in changes_of_training(self.settings):
-            plans = ((change, self.with_flags(**change)) for change in alternatives)
-            less = ((change, plan.state_bytes) for change, plan in plans)
-            fits = (f"{in_words(change)} ({format_bytes(n)})" for change, n in less if n < usable)
+            less = ((change, self.with_flags(**change).state_bytes) for change in alternatives)
+            fits = (f"{in_words(c)} ({format_bytes(size)})" for c, size in less if size < usable)
             ways += islice(fits, 1)
-        for plan in islice(self.on_more_cards(), 1):
-            ways.append(f"{cards_in_words(plan)} ({format_bytes(plan.state_bytes)} each)")
+        ways += [
+            f"{cards_in_words(plan)} ({format_bytes(plan.state_bytes)} each)"
+            for plan in islice(self.on_more_cards(), 1)
+        ]
         return (
             f"weights, gradients and {optimizer_name(self.settings)}'s state alone take "
             f"{format_bytes(self.state_bytes)}{each}, more than the {format_bytes(usable)} "
-            f"that tensors may take{advice}: plan what changes the training and has less state: "
+            "that tensors may take: plan what changes the training and has less state: "
             f"{', or '.join(ways or [SMALLER_MODEL])}"
         )
 
     def on_more_cards(self) -> Iterator["Plan"]:
         """Yield the plans of train_fsdp.py on more GPUs, at most 64, whose state fits, the fewest
         first. Yield none if several processes share the device."""
-        if self.device.type != "cuda" or self.layout.sp_degree > 1:
-            return
+        most = 64 if self.device.type == "cuda" and self.layout.sp_degree == 1 else 0
         one = self.with_policy("full").with_flags(gather_dtype="float32")
-        for n in range(self.layout.shard_degree + 1, 65):
+        for n in range(self.layout.shard_degree + 1, most + 1):
             plan = replace(one, layout=Layout("fsdp", world_size=n, local_world_size=n))
             if plan.state_bytes < self.usable_bytes:
                 yield plan

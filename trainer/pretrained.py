@@ -29,7 +29,7 @@ from planner.formulas import count_parameters
 
 from .flags import flag
 from .optimizer import ShardLikeFn
-from .settings import Rule, S, check_saved_value, names_with
+from .settings import Rule, S, names_with, parse_value
 from .snapshot import LoadedSnapshot, SnapshotError, check_shapes, peek, read_snapshot
 
 # ---- the arithmetic of GPT-2
@@ -182,7 +182,7 @@ def make_config(content: dict[str, Any]) -> MiniGPTConfig:
         if not isinstance(content[name], int):
             raise DataError(f"{name} is {content[name]!r}, not a whole number")
         try:
-            check_saved_value(name, content[name])
+            parse_value(name, str(content[name]))
         except ValueError as error:
             raise DataError(f"{name} {error}") from None
     try:

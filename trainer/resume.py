@@ -10,7 +10,7 @@ from torch import nn
 from .flags import flag
 from .optimizer import restore_optimizer
 from .process import OneProcess
-from .settings import ROWS, Rule, S, Settings, check_saved_value, names_with
+from .settings import ROWS, Rule, S, Settings, names_with
 from .snapshot import LoadedSnapshot, SnapshotError, State, peek, read_snapshot, sibling_path
 
 
@@ -58,21 +58,11 @@ def load_own_run(path: Path, run_id: str) -> LoadedSnapshot | None:
 
 def with_saved_flags(settings: S, resumed: LoadedSnapshot) -> S:
     """Return the settings of a resumed run: the flags that were typed for it, and those typed now,
-    which win. All other flags follow from these.
-
-    Raises SnapshotError for a strange flag in the snapshot.
-    """
+    which win. All other flags follow from these."""
     saved = {name: resumed.state["args"][name] for name in resumed.state["typed"]}
     for name in (*settings.typed, *names_with(Rule.THIS_START)):
         for replaced in (name, *ROWS[name]["replaces"]):
             saved.pop(replaced, None)
-    try:
-        for name, value in saved.items():
-            check_saved_value(name, value)
-    except (ValueError, LookupError, TypeError) as error:
-        raise SnapshotError(
-            f"{resumed.path} is no MiniGPT snapshot (of its flags, {error})"
-        ) from None
     typed = {name: getattr(settings, name) for name in settings.typed}
     path = settings.checkpoint_path  # this trainer's default, if it is not typed
     return type(settings).from_typed({**saved, **typed}, checkpoint_path=path)

@@ -31,9 +31,6 @@ from .snapshot import State, save_snapshot
 # sending gradients (see `retry_on_out_of_memory`). Two steps are needed, because the second step
 # needs more memory than the first, for the optimizer's state and DDP's final buckets.
 N_REHEARSAL_STEPS = 2
-# Bytes that a run allocates at its start, and frees when memory runs out. They let Python go on.
-# (No page of them is ever written, so they take address space and no memory.)
-RESERVE_BYTES = 8 * 2**20
 # Free bytes of a GPU below which a vague error of a CUDA library means a lack of memory. The
 # libraries load their kernels and make their workspaces, some ten MB each, at their first use.
 LITTLE_FREE_BYTES = 256 * 2**20
@@ -82,7 +79,6 @@ class Run:
     # Time of the last save, in seconds of `time.monotonic`. Before the first save: time of the
     # start.
     last_save_time: float = field(default_factory=lambda: monotonic())
-    save_requested: bool = False  # True: a signal asked for a save, which is not done yet
     received_signal: int = 0  # number of the signal that asked this process to stop, 0 = none
     stop_signal: int = 0  # number of the signal that ended the run early, 0 = none
     best_val_loss: float = math.inf
@@ -98,8 +94,6 @@ class Run:
     # Policies with which memory ran out. After each of them, the step was repeated with a deeper
     # policy (one that needs less memory).
     policies_out_of_memory: list[str] = field(default_factory=list)
-
-    reserve: bytes = field(default_factory=lambda: bytes(RESERVE_BYTES))  # freed to go on
 
     @cached_property
     def bytes_by_token_id(self) -> Tensor:
@@ -164,14 +158,12 @@ def save(run: Run, path: Path, record: dict[str, Any]) -> None:
         }
         save_snapshot(path, state, keep_previous=newest)
     if newest:
-        run.saved_step, run.last_save_time, run.save_requested = run.step, monotonic(), False
+        run.saved_step, run.last_save_time = run.step, monotonic()
 
 
-def is_save_requested_or_overdue(run: Run) -> bool:
-    """Return True if a signal asked this process for a save, or if the last save is --save-minutes
-    old."""
-    minutes = run.settings.save_minutes
-    return run.save_requested or 0 < 60 * minutes <= monotonic() - run.last_save_time
+def is_save_overdue(run: Run) -> bool:
+    """Return True if the last save is --save-minutes old."""
+    return 0 < 60 * run.settings.save_minutes <= monotonic() - run.last_save_time
 
 
 # ---- If memory runs out in forward or backward, repeat both.
@@ -227,11 +219,10 @@ def free_and_switch_policy(run: Run, message: str) -> None:
 
     `message`: text of the out-of-memory error. Raises MemoryError with this text if no policy needs
     less memory. Memory may run out in this function, too. So all policies were planned at the
-    start, the reserve is freed first, and every error in this function ends the run in the same
-    way.
+    start, and every error in this function ends the run in the same way.
     """
     process, device, config = run.process, run.process.device, run.model.config
-    run.reserve, seen = b"", None
+    seen = None
     with suppress(Exception):
         run.clock.discard_measured_memory()
         process.free_or_zero_gradients(run.optimizer)

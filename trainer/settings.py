@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Flag, auto
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,7 +45,7 @@ SHAPE_BY_MODEL: dict[str, dict[str, int]] = {
     "gpt2-large": {"n_layers": 36, "n_heads": 20, "d_model": 1280},
     "gpt2-xl": {"n_layers": 48, "n_heads": 25, "d_model": 1600},
 }
-RUN_LENGTH_FLAGS = ("num_steps", "num_tokens", "num_epochs")  # a user may type only one of them
+RUN_LENGTH_FLAGS = ("num_steps", "num_tokens")  # a user may type only one of them
 # argparse type -> function that writes a value of this type with its unit
 FORMATTER_BY_TYPE: dict[Any, Callable[[Any], str]] = {byte_count: "{}b".format}
 ON_OFF = argparse.BooleanOptionalAction  # a switch that --no-FLAG turns off
@@ -201,9 +200,6 @@ class Settings:
     num_tokens: int | None = row(None, token_count, rules=Rule.SHORTHAND, replaces=RUN_LENGTH_FLAGS,
         help="instead of --num-steps: train on N tokens, counted over all processes; e.g. 1B, "
         "300M, 1e9")
-    num_epochs: float | None = row(None, number_in_range(float, 0, 10**6, open=True),
-        rules=Rule.SHORTHAND, replaces=RUN_LENGTH_FLAGS, metavar="X",
-        help="instead of --num-steps: pass X times over the training data")
     lr: float = row(None, POSITIVE, rules=Rule.DERIVED, metavar="RATE",
         help="peak learning rate (default: 0.4 / --d-model, which is close to GPT-3's table; with"
         " --optimizer muon, 0.8 / --d-model; with --init-from, a tenth of these values)")
@@ -409,31 +405,21 @@ def to_words(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def check_saved_value(name: str, value: object) -> None:
-    """Raise ValueError unless `value`, which comes from a file, is a possible value of the flag
-    `name`."""
-    options = ROWS[name]["options"]
-    values = value if isinstance(value, list) and "nargs" in options else [value]
-    possible = options.get("choices", (False, True))
-    if "type" in options:
-        write = FORMATTER_BY_TYPE.get(options["type"], str)
-        try:
-            possible = [options["type"](write(each)) for each in values]
-        except argparse.ArgumentTypeError as error:
-            raise ValueError(str(error)) from None
-    if value is None or not {*map(str, values)} <= {*map(str, possible)}:
-        raise ValueError(f"{flag(name)} is {value}")
+def parse_value(name: str, text: str) -> object:
+    """Return the value of the flag `name`. Raises ValueError if it is out of the flag's range."""
+    try:
+        return ROWS[name]["options"]["type"](text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(str(error)) from None
 
 
 def resolve(settings: S, replicas: int = 1) -> S:
     """Return the settings with the defaults that depend on other flags.
 
-    Only --num-epochs waits for `with_run_length`. Raises MiniGPTError if flags contradict each
-    other.
+    Raises MiniGPTError if flags contradict each other.
     """
-    lengths = [flag(name) for name in RUN_LENGTH_FLAGS if name in settings.typed]
-    if len(lengths) > 1:
-        raise MiniGPTError(f"{' and '.join(lengths)}: each says how long the run is; give only one")
+    if {*RUN_LENGTH_FLAGS} <= settings.typed:
+        raise MiniGPTError("--num-steps and --num-tokens: each says how long the run is; give one")
     # A high rate would destroy trained weights.
     lr_factor = 1.0 if settings.init_from is None else 0.1
     defaults = {
@@ -444,7 +430,12 @@ def resolve(settings: S, replicas: int = 1) -> S:
     }
     defaults["min_lr"] = (settings.lr or defaults["lr"]) / 10
     missing = {name: v for name, v in defaults.items() if getattr(settings, name) is None}
-    settings = with_run_length(settings.replace(**missing), replicas)
+    settings = settings.replace(**missing)
+    steps = settings.num_steps
+    if settings.num_tokens is not None:
+        steps = math.ceil(settings.num_tokens / settings.tokens_per_step(replicas))
+    warmup = steps // 20 if settings.warmup_steps is None else settings.warmup_steps
+    settings = settings.replace(num_steps=steps, warmup_steps=warmup)
     if settings.min_lr > settings.lr:
         raise MiniGPTError(f"--min-lr {settings.min_lr:g} is above --lr {settings.lr:g}")
     if settings.no_amp and settings.amp_dtype != "auto":
@@ -456,26 +447,6 @@ def resolve(settings: S, replicas: int = 1) -> S:
         )
     settings.model_config(vocab_size=1)  # report an impossible shape before the data are read
     return settings
-
-
-def with_run_length(settings: S, replicas: int, windows: int | None = None) -> S:
-    """Return the settings with --num-steps as --num-tokens or --num-epochs gives it, rounded up to
-    whole steps, and with the default of --warmup-steps, which depends on --num-steps.
-
-    `windows`: number of training sequences in an epoch; None: the data are not read yet. Without
-    them --num-epochs cannot set anything.
-    """
-    tokens: int | Fraction | None = settings.num_tokens
-    if settings.num_epochs is not None:
-        if windows is None:
-            return settings
-        # Fraction("1.1") is exact: 1.1 epochs of 10 sequences are 11 steps of one sequence.
-        # Fraction(1.1) is a little more than 1.1, and would give 12 steps.
-        tokens = Fraction(str(settings.num_epochs)) * windows * settings.seq_len
-    steps, warmup = settings.num_steps, settings.warmup_steps
-    if tokens is not None:
-        steps = math.ceil(Fraction(tokens) / settings.tokens_per_step(replicas))
-    return settings.replace(num_steps=steps, warmup_steps=steps // 20 if warmup is None else warmup)
 
 
 def check_layout(settings: Settings, layout: Layout, script: str) -> None:

@@ -145,9 +145,9 @@ class Signals:
     """Context manager that handles signals during training.
 
     Three signals ask the run to stop: SIGINT (Ctrl-C), SIGTERM (from a cluster) and SIGHUP (from a
-    closed terminal). SIGUSR1 asks the run to save and to go on. A signal that this process ignored
-    before stays ignored, for example SIGHUP under `nohup`. Threads other than the main thread
-    cannot handle signals, so there the context does nothing.
+    closed terminal). A signal that this process ignored before stays ignored, for example SIGHUP
+    under `nohup`. Threads other than the main thread cannot handle signals, so there the context
+    does nothing.
 
     A signal may come anywhere in a step. So the handler only sets a variable, which the loop reads
     at the end of the step. The handler also prints a line, because the step may take long. A second
@@ -160,37 +160,32 @@ class Signals:
     """
 
     def __init__(self, run: Run):
-        self.run, self.with_torchrun = run, "TORCHELASTIC_RUN_ID" in os.environ
+        self.run, self.received_at = run, 0.0  # seconds of `time.monotonic`
+        self.with_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
 
     def __enter__(self) -> "Signals":
         self.before = {}
         in_main_thread = threading.current_thread() is threading.main_thread()
-        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") * in_main_thread:
+        for name in ("SIGINT", "SIGTERM", "SIGHUP") * in_main_thread:
             number = getattr(signal, name, None)  # Windows has only the first two
-            # (bootstrap.py ignores SIGUSR1 until this context handles it.)
-            if number and (name == "SIGUSR1" or signal.getsignal(number) != signal.SIG_IGN):
+            if number and signal.getsignal(number) != signal.SIG_IGN:
                 self.before[number] = signal.signal(number, self.on_signal)
         return self
 
     def on_signal(self, number: int, frame: object) -> None:
         """Store the signal `number`, which the loop reads at the end of the step. Print a line on
         rank 0."""
-        if number == getattr(signal, "SIGUSR1", None):
-            self.run.save_requested = True
-            line = "saving   after this step, and going on"
-        elif not self.run.received_signal:
-            self.run.received_signal, self.received_at = number, time.monotonic()
-            line = "stopping finishing this step and saving; again to stop at once"
-            if not self.with_torchrun and signal.SIGINT in self.before:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
-        else:
+        if self.run.received_signal:
             if time.monotonic() > self.received_at + COPY_SECONDS:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return  # a copy
+        self.run.received_signal, self.received_at = number, time.monotonic()
+        if not self.with_torchrun and signal.SIGINT in self.before:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         if self.run.process.rank == 0:
             with suppress(OSError):  # not `print`: the signal may have interrupted a `print`
-                os.write(2, f"\n{line}\n".encode())
+                os.write(2, b"\nstopping finishing this step and saving; again to stop at once\n")
 
     def __exit__(self, *exception: object) -> None:
         # A copy from torchrun must not end the process between its last step and its end.
@@ -293,7 +288,6 @@ def suggest_after_out_of_memory(settings: Settings, run: Run | None) -> str:
             f"{describe_memory_flags(settings)}; try a smaller model (--n-layers), or less data "
             "(--max-tokens)"
         )
-    run.reserve = b""
     device_type, policy, smaller_policy = run.process.device.type, run.model.config.recompute, ""
     with suppress(Exception):  # there may be no such policy, or no prediction
         smaller_policy = next(plans_to_try(run.plans)).policy

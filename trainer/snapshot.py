@@ -20,7 +20,6 @@ the step (see `train_minimal.accumulate`), so they need not be saved and cannot 
 """
 
 import errno
-import math
 import os
 import pickle
 import re
@@ -29,7 +28,7 @@ import time
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
@@ -42,10 +41,13 @@ from torch.utils._pytree import tree_leaves
 
 from data.errors import MiniGPTError
 
-from .flags import MAX_COUNT
-
 State = dict[str, Any]
 
+# Keys that every snapshot has. scripts/generate.py reads only the snapshot, because `config` and
+# `tokenizer` are in it. (Their values were right when the checksum was made; shapes of tensors are
+# checked by the code that uses them.)
+KEYS = "model optimizer scaler step record config args typed tokenizer data best_val_loss".split()
+KEYS += ["run", "threads"]
 # Text before the checksum in the comment at the end of a snapshot (see `append_checksum`).
 CHECKSUM_LABEL = b"crc32 "
 CHECKSUM_DIGITS = 8  # hexadecimal
@@ -234,92 +236,13 @@ def load_state(path: Path, device: str, mmap: bool = False) -> State:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
-        if strange := find_invalid_key(state, device):
-            raise SnapshotError(f"{path} is no MiniGPT snapshot (no {strange}, or a strange one)")
+    missing = [key for key in KEYS if key not in state] if isinstance(state, dict) else KEYS
+    if missing:
+        raise SnapshotError(f"{path} is no MiniGPT snapshot (no {missing[0]})")
     return state
 
 
 # ---- The content of a snapshot
-
-
-def is_count(value: object) -> bool:
-    """Return True for a whole number from 0 to MAX_COUNT."""
-    return type(value) is int and 0 <= value <= MAX_COUNT
-
-
-def is_plain(value: object) -> bool:
-    """Return True for a possible value of a flag: a number of at most 64 bits, a bool, a text,
-    None, or a list of texts."""
-    if isinstance(value, list):
-        return value != [] and all(type(item) is str for item in value)
-    return isinstance(value, float | str | bool | None) or (
-        type(value) is int and abs(value) < 2**63
-    )
-
-
-def is_dense(value: object, device: str) -> bool:
-    """Return True unless `value` is a tensor that is sparse, nested, or on another device."""
-    if not isinstance(value, torch.Tensor):
-        return True
-    return value.layout == torch.strided and not value.is_nested and value.device.type == device
-
-
-# Keys that every snapshot must have -> function of the state `s` that returns True if the value of
-# this key is valid. For a strange value, the function returns False or raises any error. A run
-# needs all of these keys to resume. scripts/generate.py reads only the snapshot, because `config`
-# and `tokenizer` are in it. (Shapes of tensors and flags are checked by the code that uses them.)
-RULE_BY_KEY: dict[str, Callable[[State], object]] = {
-    "model": lambda s: all(isinstance(weight, torch.Tensor) for weight in s["model"].values()),
-    "step": lambda s: is_count(s["step"]),
-    # (Empty if the data were gone before the next step)
-    "record": lambda s: (
-        s["record"] == {}
-        or all(map(is_plain, s["record"].values()))
-        and all(isinstance(s["record"][name], RECORD_TYPES[name]) for name in RECORD_TYPES)
-        and math.isfinite(s["record"]["eta_s"])
-    ),
-    # A run has moments after its first step, unless all updates were skipped, also the last one.
-    "optimizer": lambda s: (
-        s["optimizer"]["state"]
-        or s["step"] == 0
-        or not math.isfinite(s["record"].get("grad_norm", math.nan))
-    ),
-    # (Empty unless the run had float16)
-    "scaler": lambda s: all(
-        is_count(value) or type(value) is float and 0 < value < math.inf
-        for value in s["scaler"].values()
-    ),
-    "config": lambda s: all(map(is_plain, s["config"].values())),
-    "args": lambda s: all(map(is_plain, s["args"].values())),
-    "typed": lambda s: isinstance(s["typed"], list) and {*s["typed"]} <= s["args"].keys(),
-    "tokenizer": lambda s: (
-        isinstance(s["tokenizer"]["name"], str) and is_count(s["tokenizer"].get("vocab_size", 0))
-    ),
-    "data": lambda s: (
-        is_count(s["data"]["sequences_per_step"])
-        and isinstance(s["data"]["description"] + s["data"]["fingerprint"], str)
-    ),
-    "best_val_loss": lambda s: type(s["best_val_loss"]) is float and s["best_val_loss"] >= 0,
-    "run": lambda s: isinstance(s["run"], str),
-    "threads": lambda s: s["threads"] is None or is_count(s["threads"]),
-}
-# Types of the values that the log line of a record shows
-RECORD_TYPES: dict[str, Any] = {
-    **dict.fromkeys("step epoch lr train_loss step_ms tokens_per_s eta_s".split(), int | float),
-    "peak_memory_bytes": int | None,
-    "peak_memory_kind": str,
-}
-
-
-def find_invalid_key(state: Any, device: str) -> str | None:
-    """Return the first key of RULE_BY_KEY that is missing in `state` or has a strange value; None
-    if all values are valid. All tensors must be on `device`."""
-    for key, is_valid in RULE_BY_KEY.items():
-        with suppress(Exception):
-            if is_valid(state) and all(is_dense(leaf, device) for leaf in tree_leaves(state[key])):
-                continue
-        return key
-    return None
 
 
 def check_shapes(path: Path, weights: State, model: State) -> None:

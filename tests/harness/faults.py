@@ -131,7 +131,7 @@ STEP_FAULTS: dict[str, Act] = {
     "error": raising(Injected()),
     "evaluation": lambda run: setattr(run.model, "eval", raising(Injected())),
     "kill": lambda run: die(),
-    **{name: send(f"SIG{name.upper()}") for name in ("term", "int", "hup", "usr1")},
+    **{name: send(f"SIG{name.upper()}") for name in ("term", "int", "hup")},
     "again": send("SIGINT"),
     "asked-in-evaluation": lambda run: setattr(run.model, "eval", lambda: send("SIGTERM")(run)),
     "hang": lambda run: time.sleep(1000),
