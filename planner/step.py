@@ -420,7 +420,7 @@ class Planner:
         """Clip the gradients of all parameters, also those of blocks that did not run, update the
         parameters and free the gradients, once in a step. `runs_update`: see `run_fake_step`."""
         log.enter_phase("optimizer")
-        if (dtype := self.gradient_copies) and self.layout.gradients_persist:
+        if runs_update and (dtype := self.gradient_copies) and self.layout.gradients_persist:
             # Freed when the averages exist
             copies = [cast(Tensor, p.grad).to(dtype, copy=True) for p in parameters]
             for copy in copies:

@@ -227,7 +227,7 @@ def longest_sequence(plan: Plan) -> int | None:
     def peak(n: int) -> int:
         return plan.with_flags(**with_length(settings, n * STEP)).peak
 
-    if plan.state_bytes > plan.usable_bytes:
+    if plan.state_bytes >= plan.usable_bytes:
         return 0
     # With fused attention, activations depend only on the number of tokens. So guess by the largest
     # batch, which is rounded down, and by the positions that a longer sequence adds to the state.

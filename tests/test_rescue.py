@@ -122,11 +122,16 @@ def test_the_run_says_it_and_goes_on_with_the_policy_that_it_took(flags, path, c
 
 
 @pytest.mark.usefixtures("plans_memory")
-def test_the_policies_to_take_are_planned_before_the_first_step(tmp_path, monkeypatch):
-    """When memory has run out, there may be none for a simulation."""
-    run = runs.ready(tmp_path, "--no-amp")
-    monkeypatch.setattr("trainer.plan.make_planner", raising(MemoryError()))
-    assert len([*plans_to_try(run.plans)]) > 1
+@pytest.mark.parametrize(("budget", "planned"), [("300KiB", True), ("1GiB", False)])
+def test_near_its_limit_a_run_plans_before_its_first_step(budget, planned, tmp_path, monkeypatch):
+    """When memory has run out, there may be none for a simulation. Far from it, there is some."""
+    auto = f"{POLICY}=auto", f"--memory-budget={budget}"
+    run = runs.ready(tmp_path, "--no-amp", *auto)
+    assert run.model.config.recompute == "none"
+    assert (len(run.plans) > 1) == planned
+    if planned:
+        monkeypatch.setattr("trainer.plan.make_planner", raising(MemoryError()))
+    assert len([*plans_to_try([run.plans[0], *(run.plans[1:] or run.plans[0].deeper())])]) > 1
     run.held_lock.close()
 
 

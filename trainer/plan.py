@@ -348,9 +348,11 @@ class Plan:
         Raises all errors of planning: for example, fake tensors may not work with the model.
         """
         steps = simulate_policies_fastest_first(self.planner, self.settings.batch_size, self.card)
-        names = [step.config.recompute for step in pareto_frontier(steps)]
-        names += nested_checkpoint_policies(self.settings.n_layers)
-        names += [OFFLOAD_POLICY] if self.device.type == "cuda" else []
+        names = [
+            *(step.config.recompute for step in pareto_frontier(steps)),
+            *nested_checkpoint_policies(self.settings.n_layers),
+            *[OFFLOAD_POLICY] * (self.device.type == "cuda"),
+        ]
         least = self.peak
         for plan in map(self.with_policy, names):
             if plan.peak < least:  # each remembers its peak now
@@ -690,8 +692,8 @@ def choose_fitting_policy(plan: Plan) -> Plan:
 
 def predict(plan: Plan, process: OneProcess) -> tuple[list[Plan], str]:
     """Predict the memory of a step. Return the plan and its `deeper` plans, and text for the user,
-    with warnings. If the prediction fails, the list is empty. Raises MiniGPTError if the step needs
-    more memory than the device has in total."""
+    with warnings. If the prediction fails, the list is empty; far from the limit it has no deeper
+    plans. Raises MiniGPTError if the step needs more memory than the device has in total."""
     try:
         check_memory(plan, process, plan.state_bytes)  # needs no simulation
         words, note = describe_peaks(plan), plan.planner.inaccuracy_note
@@ -703,7 +705,9 @@ def predict(plan: Plan, process: OneProcess) -> tuple[list[Plan], str]:
                 f"\nwarning  each process needs {format_bytes(needed)} of CPU memory for +offload, "
                 f"and may take {format_bytes(host_bytes)}; {plan.advice()[0]}"
             )
-        return [plan, *plan.deeper()], words
+        # To plan what is deeper takes longer than all else here. A run that is far from the limit
+        # does it if memory runs out all the same (run.free_and_switch_policy).
+        return [plan, *(plan.deeper() if plan.peak > plan.usable_bytes // 4 else ())], words
     except MiniGPTError:
         raise
     except Exception as error:  # a failed prediction must not stop training

@@ -218,8 +218,8 @@ def free_and_switch_policy(run: Run, message: str) -> None:
     """Free the memory of the failed attempt, and switch to a policy that needs less memory.
 
     `message`: text of the out-of-memory error. Raises MemoryError with this text if no policy needs
-    less memory. Memory may run out in this function, too. So all policies were planned at the
-    start, and every error in this function ends the run in the same way.
+    less memory. Memory may run out in this function, too. So a run near its limit has planned all
+    policies at its start, and every error in this function ends the run in the same way.
     """
     process, device, config = run.process, run.process.device, run.model.config
     seen = None
@@ -241,7 +241,8 @@ def free_and_switch_policy(run: Run, message: str) -> None:
             # attempt have split them into small pieces. The next attempt then gets whole segments.
             torch.cuda.empty_cache()
         with run.clock.paused("plan"):
-            return switch_policy(run, [*plans_to_try(run.plans, seen)])
+            deeper = run.plans[1:] or run.plans[0].deeper()
+            return switch_policy(run, [*plans_to_try([run.plans[0], *deeper], seen)])
     run.model.config = config
     # This error ends all processes. If torchrun then starts them again, they read this policy, and
     # look for a policy that needs less memory.
