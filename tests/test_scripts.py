@@ -76,7 +76,7 @@ def start(words: str, stand_ins: Path, **env: str) -> subprocess.CompletedProces
     ("words", "module"),
     [
         ("-m studies.tables", "torch"),
-        ("scripts/generate.py", "torch"),
+        ("-m scripts.generate", "torch"),
         ("train_minimal.py", "torch"),
         ("train_fsdp.py", "torch"),
         ("train_minimal.py", "enum"),  # which much of the standard library needs
