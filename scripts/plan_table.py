@@ -243,7 +243,7 @@ def longest_sequence(plan: Plan) -> int | None:
 def most_that_fit(
     peak: Callable[[int], int], nothing: int, budget: int, guess: int, most: int
 ) -> int:
-    """Return the largest n in 0 .. most with peak(n) <= budget, for a peak that grows evenly.
+    """Return the largest n in 0 .. most with peak(n) <= budget.
 
     `nothing`: peak(0), which fits. `guess`: the n to try first. The peak grows almost linearly with
     n, so only a few n need to be simulated.
@@ -253,10 +253,6 @@ def most_that_fit(
         n = min(max(guess, low + 1), high - 1)
         peak_bytes = peak(n)
         low, high = (n, high) if peak_bytes <= budget else (low, n)
-        # So little room is left that n + 1 need not be simulated: it fits only if the next tokens
-        # take less than four fifths of the mean.
-        if low == n and budget - peak_bytes < 0.8 * (peak_bytes - nothing) / n:
-            return n
         guess = n * (budget - nothing) // max(peak_bytes - nothing, 1)
         tries += 1
         if tries >= TRIES:  # the peak is not linear: bisect

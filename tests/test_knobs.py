@@ -77,6 +77,13 @@ def test_advice_fits_and_repeats_nothing(typed, kind, share):
     room = room if share > 0 else (1 + share) * plain.state_bytes
     asked = replace(plain, memory_budget=room_for(room))
     said, change = asked.advice()
+    if share < 0:  # of the state alone: nothing is simulated, and each state fits
+        ways = re.findall(r"(--[^(]*) \(", said.partition("less state: ")[2])
+        for way in ways:
+            words = " ".join(f"{name} {value}" for name, value in typed.items())
+            then = replace(asked, settings=parse(f"{SHAPE} {words} {way.removeprefix('or ')}"))
+            assert then.state_bytes < asked.usable_bytes
+        return
     text = said.partition("the training: ")[2] or said.partition(" fits (")[0]
     for way in text.split(", or "):
         words, _, policy = way.partition(" with ")
