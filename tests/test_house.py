@@ -25,11 +25,11 @@ ROOMS = {
     "the root": 411,
     "memory": 527,
     "planner": 1_105,
-    "trainer": 2_505,
+    "trainer": 2_507,
     "data": 707,
     "scripts": 1_262,
     "studies": 69,
-    "all without tests": 6_586,
+    "all without tests": 6_588,
     "tests": 6_460,
 }
 FILES_IN = {"trainer": 20, "scripts": 15}

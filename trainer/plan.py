@@ -165,6 +165,10 @@ def suggest_change(
 # ---- the plan
 
 
+def do_nothing(n: int) -> None:  # (no lambda: ranks send each other their plans, pickled)
+    pass
+
+
 @cache
 def make_meta_model(config: MiniGPTConfig) -> MemorySavingGPT:
     """Return a model whose parameters have shapes but no memory, and need no simulation."""
@@ -222,7 +226,7 @@ class Plan:
     card: Card | None = None
     layout: Layout = Layout()
     link: str | None = None  # key of LINKS; None: leave the time of communication out
-    on_simulate: Callable[[int], object] = lambda n: None  # gets each simulation's operators
+    on_simulate: Callable[[int], object] = do_nothing  # gets each simulation's operators
 
     def with_flags(self, **flags: Any) -> "Plan":
         """Return the plan with other values of `flags`."""
@@ -403,8 +407,8 @@ class Plan:
         """Return why no step fits in less than the state, and changes of the training whose state
         fits, each with its bytes. Whether their steps fit is another question to the planner."""
         n, usable = self.layout.world_size, self.usable_bytes
-        by_ddp = " (train_fsdp.py deals them out)" * self.layout.gradients_persist
-        each = f" in each of {n} processes{by_ddp}" if n > 1 else ""
+        each = f" in each of {n} processes" * (n > 1)
+        each += " (train_fsdp.py deals them out)" * (n > 1 and self.layout.gradients_persist)
         ways = list[str]()
         for alternatives in changes_of_training(self.settings):
             less = ((change, self.with_flags(**change).state_bytes) for change in alternatives)
