@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .operators import EMPTY, count_flops, operator_schema, precision_index, tensors_in
 
 PROJECT_FOLDER = Path(__file__).parent.parent
+ADDMM_IN_FLOAT32 = torch.ops.aten.addmm.dtype_out  # of memory.head.addmm_into
 
 
 @dataclass(eq=False)
@@ -145,7 +146,10 @@ class OpRecorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # not recorded: it does no work, and it is frequent
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        if func is ADDMM_IN_FLOAT32 and isinstance(kwargs["out"], FakeTensor):
+            result = kwargs["out"]  # torch 2.11 cannot run this one on fake tensors
+        else:
+            result = func(*args, **kwargs)
         names = (parameter.name for parameter in operator_schema(func).parameters)
         self.record_op(func, dict(zip(names, args, strict=False)) | kwargs, tensors_in(result))
         if self.kernel_workspace is not None and (size := self.kernel_workspace(func, args)):
@@ -163,6 +167,8 @@ class OpRecorder(TorchDispatchMode):
         the tensors that the operator returned.
         """
         schema, place, number = operator_schema(func), self.phase_marks[-1], self.n_ops + 1
+        if schema.name in EMPTY and results[0].numel() == 0:
+            return  # the empty tensor that torch 2.11's activation checkpoint makes
         site = self.sources.current(*place[1:]) if self.sources else UNKNOWN_SITE
         operator = "" if schema.is_view else func.__name__
         storages = [self.add_storage(tensor, operator, site) for tensor in results]
@@ -227,7 +233,8 @@ class OpRecorder(TorchDispatchMode):
         _, storage.phase, storage.block_index = self.phase_marks[-1]
         storage.replayed = self.is_replaying
         storage.line = source.file_and_line
-        self.storages.append(storage)
+        if storage.nbytes:  # (torch 2.11's activation checkpoint keeps an empty tensor)
+            self.storages.append(storage)
 
         def on_freed(_: weakref.ref) -> None:
             del self.live_storages[address]  # another storage may get this address

@@ -232,7 +232,7 @@ def measure(settings: BenchmarkSettings) -> dict[str, Any]:
 def run_worker(argv: list[str], policy: str) -> Row | None:
     """Run `measure` in a process of its own; return its result. None: that process ran out of
     memory."""
-    command = [sys.executable, __file__, *argv, "--worker", policy]
+    command = [sys.executable, "-m", "scripts.benchmark", *argv, "--worker", policy]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode in (4, -9):  # (-9: Linux killed the process when memory ran out)
         return None

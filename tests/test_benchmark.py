@@ -54,9 +54,8 @@ def bench(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_measured_in_processes_of_their_own(bench, tmp_path, monkeypatch):
+def test_measured_in_processes_of_their_own(bench, monkeypatch):
     monkeypatch.setattr(benchmark, "card_for", card_for)
-    monkeypatch.chdir(tmp_path)  # from anywhere
     monkeypatch.setattr(subprocess, "run", partial(subprocess.run, timeout=240))
     flags = "--policies none full --steps 2"
     done = bench(flags, worker=benchmark.run_worker)

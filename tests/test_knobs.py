@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from data.errors import MiniGPTError
 from planner import CARDS, Layout
-from trainer.plan import Plan, card_for, plan_run, suggest_change
+from trainer.plan import SMALLER_MODEL, Plan, card_for, plan_run, suggest_change
 from trainer.process import OneProcess
 
 SHAPE = (
@@ -78,8 +78,11 @@ def test_advice_fits_and_repeats_nothing(typed, kind, share):
     asked = replace(plain, memory_budget=room_for(room))
     said, change = asked.advice()
     if share < 0:  # of the state alone: nothing is simulated, and each state fits
+        assert not re.search("--batch-size|--seq-len", said)
         ways = re.findall(r"(--[^(]*) \(", said.partition("less state: ")[2])
+        assert ways or "of this card" in said or SMALLER_MODEL in said
         for way in ways:
+            assert not any(f"{name} {value}" in way for name, value in typed.items())
             words = " ".join(f"{name} {value}" for name, value in typed.items())
             then = replace(asked, settings=parse(f"{SHAPE} {words} {way.removeprefix('or ')}"))
             assert then.state_bytes < asked.usable_bytes
@@ -98,7 +101,6 @@ def test_advice_fits_and_repeats_nothing(typed, kind, share):
             then = parse(f"{SHAPE} {' '.join(f'{n} {v}' for n, v in (typed | flags).items())}")
             assert replace(asked, settings=then).peak <= asked.usable_bytes
     assert change or asked.with_fastest_policy().peak > asked.usable_bytes
-    assert share > 0 or not re.search("--batch-size|--seq-len", said)
 
 
 # ---- before a run starts

@@ -158,14 +158,15 @@ def test_inside_of_a_gpus_kernels(precision, each, monkeypatch):
 )
 def test_what_a_gpus_matmuls_work_in(major, arch, mib, monkeypatch):
     there = SimpleNamespace(major=major, gcnArchName=arch)
-    monkeypatch.setattr(torch.version, "hip", arch and "7.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: major is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: there)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
-    assert cublas_workspace_bytes() == mib * 2**20
-    # Those of a planned card do not depend on it.
-    cards = {"H100": 64, "RTX 5090": 64, "RTX 5000 Ada": 16.25, "A100": 16.25, "MI300X": 408}
-    assert {card: cublas_workspace_bytes(card) / 2**20 for card in cards} == cards
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "hip", arch and "7.0")
+        patch.setattr(torch.cuda, "is_available", lambda: major is not None)
+        patch.setattr(torch.cuda, "get_device_properties", lambda: there)
+        patch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+        assert cublas_workspace_bytes() == mib * 2**20
+        # Those of a planned card do not depend on it.
+        cards = {"H100": 64, "RTX 5090": 64, "RTX 5000 Ada": 16.25, "A100": 16.25, "MI300X": 408}
+        assert {card: cublas_workspace_bytes(card) / 2**20 for card in cards} == cards
     asked = question("--card A100").planner
     assert asked.step(1).timeline[0, -1] == 16.25 * 2**20
 

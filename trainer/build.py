@@ -129,7 +129,7 @@ def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrai
     if resumed is not None:
         resume.restore_model_and_optimizer(resumed, process, model, optimizer, scaler)
         restored = restored_progress(resumed, settings, process, metadata)
-    peaks = (plans[0].peak, plans[0].plain_peak) if plans else None
+    peaks = (plans[0].peak, plans[0].without_recompute.peak) if plans else None
     if settings.compile:
         compile_blocks(model)
     run = Run(

@@ -99,9 +99,9 @@ def make_param_groups(model: MiniGPT, settings: Settings) -> Groups:
 
 def optimizer_state(model: MiniGPT, settings: Settings) -> Iterator[Tensor]:
     """Yield the tensors that the optimizer keeps for `model` from step to step."""
+    moments = getattr(torch, settings.moments_dtype)
     for group in make_param_groups(model, settings):
         for parameter in group["params"]:
-            moments = getattr(torch, settings.moments_dtype)
             yield from initial_param_state(parameter, group, moments).values()
 
 

@@ -288,9 +288,8 @@ class Plan:
         return self.step.peak
 
     @cached_property
-    def plain_peak(self) -> int:
-        """Bytes at the peak of the step without recompute."""
-        return self.with_policy("none").peak
+    def without_recompute(self) -> "Plan":
+        return self if self.policy == "none" else self.with_policy("none")
 
     @property
     def usable_bytes(self) -> int:
@@ -735,7 +734,7 @@ def error_location(error: Exception) -> str:
 def describe_peaks(plan: Plan) -> str:
     """Return text on the predicted memory of the planned step, and of a step without recompute."""
     steps = {plan.policy: plan} if plan.policy != "none" else {}
-    steps["without recompute"] = plan.with_policy("none")
+    steps["without recompute"] = plan.without_recompute
     parts = (
         f"{name}: peak {format_bytes(each.peak)}, backward keeps {format_bytes(each.step.kept)}"
         for name, each in steps.items()

@@ -12,5 +12,7 @@ def rest_slow(cases: Iterable[Any], is_fast: Callable[[Any], bool]) -> list[Any]
 
 
 def as_slow(case: Any) -> Any:
-    values = case if isinstance(case, tuple) else (case,)
-    return pytest.param(*values, marks=pytest.mark.slow)
+    marks: Any = (pytest.mark.slow,)
+    if isinstance(case, type(pytest.param())):
+        return pytest.param(*case.values, marks=(*case.marks, *marks), id=case.id)
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)
