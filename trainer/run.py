@@ -142,21 +142,20 @@ class Run:
 def save(run: Run, path: Path, record: dict[str, Any]) -> None:
     """Write a snapshot of the run to `path`. `record`: the log record of the present step.
 
-    All processes must call this together; rank 0 writes. Raises SaveError if the snapshot cannot be
-    written.
+    All processes must call this together. Rank 0 writes and the others wait: where one process of
+    torchrun ends, the others are ended, too. Raises SaveError if the snapshot cannot be written.
     """
     newest = path == run.settings.checkpoint_path
     full_state = run.process.full_state_dicts(run.model, run.optimizer)
-    if run.process.rank == 0:
-        state = {
-            **run.snapshot_metadata,
-            **full_state,
-            "scaler": run.scaler.state_dict(),
-            "step": run.step,
-            "best_val_loss": run.best_val_loss,
-            "record": record,
-        }
-        save_snapshot(path, state, keep_previous=newest)
+    state = {
+        **run.snapshot_metadata,
+        **full_state,
+        "scaler": run.scaler.state_dict(),
+        "step": run.step,
+        "best_val_loss": run.best_val_loss,
+        "record": record,
+    }
+    run.process.run_on_rank0_only(lambda: save_snapshot(path, state, keep_previous=newest))
     if newest:
         run.saved_step, run.last_save_time = run.step, monotonic()
 
