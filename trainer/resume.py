@@ -108,19 +108,17 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
 
     The following may change: flags that only decide how memory is used (they change no result), the
     learning rate, the number of steps, and the intervals of logs, evaluations and saves. The number
-    of processes may change if the batch of all processes together stays the same. The text in the
-    data files may change if the data flags still name the same files; then the run prints that the
-    data changed. (`check_fixed_flags` checks all other flags that must not change, such as the
-    model's shape.)
+    of processes may change if the batch of all processes together stays the same.
+    (`check_fixed_flags` checks all other flags that must not change, such as the model's shape.)
     """
     names = names_with(Rule.DATA)
     changed = [name for name in names if saved["args"].get(name) != now["args"][name]]
-    if data_changed(saved, now) and changed:
+    if data_changed(saved, now):
         raise SnapshotError(
             f"--train-data: {path} was trained on {saved['data'].get('description')}, this run "
-            f"has {now['data']['description']} ({', '.join(map(flag, changed))}); the data must "
-            f"stay the same to resume; --init-from {path} in place of "
-            "--resume starts a new run from its weights"
+            f"has {now['data']['description']} ({', '.join(map(flag, changed)) or 'edited'}); the "
+            f"data must stay the same to resume; --init-from {path} in place of --resume starts a "
+            "new run from its weights"
         )
     before, after = saved["data"]["sequences_per_step"], now["data"]["sequences_per_step"]
     if before != after:
