@@ -259,6 +259,9 @@ def test_token_files_are_read_in_place(tmp_path_factory, files, ratio, limit) ->
         assert load(cache, folder, **options).fingerprint == data.fingerprint
     assert ids(data.train_tokens) == train[:limit] and ids(data.val_tokens) == val[:limit]
     assert np.array_equal(data.train_tokens.read(), train[:limit])
+    fewer = load(cache, folder, val_ratio=ratio, max_tokens=1)
+    is_cut = len(data.train_tokens) > 1 or len(data.val_tokens) > 1
+    assert (fewer.fingerprint != data.fingerprint) == is_cut
     for name, part in (("a_train.npy", train), ("a_val.npy", val)):
         np.save(folder / name, np.array(part[:limit]))
     again = load(cache, folder / "a_train.npy", val=[str(folder / "a_val.npy")])
