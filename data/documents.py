@@ -1,37 +1,31 @@
-"""Choose how to read a file by its suffix, and read text files document by document. Long documents
-come in chunks, so they need not fit in memory."""
+"""Choose how to read a file by its suffix, and read text files document by document. Documents come
+in chunks, so a long one need not fit in memory."""
 
 import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unicodedata import category
+
+import regex
 
 from .errors import DataError
 
 TOKEN_SUFFIXES = (".bin", ".npy")
-TEXT_SUFFIXES = tuple(
-    ".txt .text .md .rst .tex .org .log .srt .jsonl .json .csv .tsv .xml .html .htm .css .yaml "
+JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
+TEXT_SUFFIXES = JSON_LINES_SUFFIXES + tuple(
+    ".txt .text .md .rst .tex .org .log .srt .json .csv .tsv .xml .html .htm .css .yaml "
     ".yml .toml .ini .cfg .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .scala .js .ts .rb "
     ".php .pl .lua .r .jl .hs .ml .swift .sh .sql".split()
 )
-UTF8_HINT = (
-    "name files of UTF-8 text; `iconv -f CP1252 -t UTF-8 FILE > NEW` makes it of text in Western "
-    "European, with -f UTF-16 of what some Windows programs write"
-)
-# The first bytes of files of zip, gzip, zstd, xz, bzip2, 7z and rar.
-ARCHIVE_MAGICS = (
-    *(b"PK\x03\x04", b"\x1f\x8b", b"(\xb5/\xfd", b"\xfd7zXZ\x00", b"BZh91AY&SY"),
-    *(b"7z\xbc\xaf'\x1c", b"Rar!\x1a\x07"),
-)
-CHUNK = 2**20  # number of bytes that are read at a time from a long text file
+CHUNK = 2**20  # number of bytes or characters that a chunk of a document has at most
+SAFE_SPLIT = regex.compile(r"(?rV1)(?<=[\p{L}\p{N}])(?=[\s\p{P}\p{S}--'])")  # (r: the last one)
 
 
-def suffix_of(path: Path) -> str:
+def suffix_of(path: str | Path) -> str:
     """Return the suffix in lower case: `.jsonl` for notes.jsonl and NOTES.JSONL, "" for README.
     Cameras, old programs and Windows write some suffixes in capitals, with the same meaning."""
-    return path.suffix.lower()
+    return Path(path).suffix.lower()
 
 
 @contextmanager
@@ -43,61 +37,85 @@ def reading(path: Path, remedy: str = "") -> Iterator[None]:
         raise DataError(f"cannot read {path}: {error.strerror or error}{remedy}") from None
 
 
-def iter_chunked_documents(path: Path, text_key: str = "text") -> Iterator[Iterator[str]]:
-    """Yield the documents of a file. Each document is an iterator over chunks of text.
+def is_json_lines(path: Path, text_key: str) -> bool:
+    """Return whether each line of a file is a JSON object with a document: by the suffix, and for a
+    .json file by its first line."""
+    if suffix_of(path) != ".json":
+        return suffix_of(path) in JSON_LINES_SUFFIXES
+    with reading(path), open(path, "rb") as file:
+        return _text_of_line(file.readline(CHUNK), text_key) is not None
 
-    In a .jsonl file each line is a JSON object, and its string `text_key` is a document. Any other
-    file is one document. Raises DataError, which names the file and the line or the byte.
+
+def _text_of_line(line: bytes, text_key: str) -> str | None:
+    """Return the string `text_key` of a JSON object; None if `line` is no such object."""
+    try:
+        # (Python does not convert more than 4,300 digits to an int.)
+        text = json.loads(line, parse_int=float)[text_key]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return None
+    return text if isinstance(text, str) else None
+
+
+def iter_chunked_documents(path: Path, text_key: str = "text") -> Iterator[Iterator[str]]:
+    """Yield the documents of a file: the string `text_key` in each line of JSON Lines, or else the
+    whole file. Each document is an iterator over chunks of text.
+
+    Raises DataError, which names the file and the line or the byte.
     """
-    if suffix_of(path) != ".jsonl":
+    if not is_json_lines(path, text_key):
         yield iter_text_chunks(path, 0, path.stat().st_size)
         return
     with reading(path), open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            try:
-                # (Python does not convert more than 4,300 digits to an int.)
-                text = json.loads(line, parse_int=float)[text_key]
-            except (ValueError, RecursionError, LookupError, TypeError):
-                text = None
-            if not isinstance(text, str):
+            text = _text_of_line(line, text_key)
+            if text is None:
                 raise DataError(
                     f'{path}:{number}: want a JSON object with a string "{text_key}" (--text-key '
                     f"names another key), not {line[:60].decode(errors='replace')!r}"
                 )
-            yield iter([text])
+            yield rechunk(text[i : i + CHUNK] for i in range(0, len(text), CHUNK))
 
 
 def iter_text_chunks(path: Path, start: int, stop: int) -> Iterator[str]:
-    """Decode bytes [start, stop) of a UTF-8 file, and yield the text in chunks.
+    """Decode bytes [start, stop) of a UTF-8 file, and yield the text in chunks. Raises DataError,
+    which names the file and the byte."""
+    return rechunk(_decode_blocks(path, start, stop))
 
-    Encoding the chunks one after the other gives the ids of the whole text: see
-    `last_safe_split`. Raises DataError, which names the file and the byte.
-    """
+
+def _decode_blocks(path: Path, start: int, stop: int) -> Iterator[str]:
     # utf-8-sig drops a byte order mark at the start of the file.
     decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")()
-    text = ""  # text that was decoded, but not yet yielded
     with reading(path), open(path, "rb") as file:  # (binary: line ends stay as they are)
-        is_archive = file.read(10).startswith(ARCHIVE_MAGICS)
-        hint = "an archive (as .docx and .npz are): unpack it first" if is_archive else UTF8_HINT
         file.seek(start)
         while block := file.read(min(CHUNK, stop - start)):
-            if text:
-                cut = last_safe_split(text)
-                yield text[:cut]
-                text = text[cut:]
             if (nul := block.find(0)) >= 0:
                 raise DataError(
-                    f"{path}: a binary file, or UTF-16 (NUL at byte {start + nul}); {hint}"
+                    f"{path}: a binary file, or UTF-16 (NUL at byte {start + nul}); name files of "
+                    "UTF-8 text"
                 )
             start += len(block)
             try:
-                text += decoder.decode(block, final=start >= stop)
+                yield decoder.decode(block, final=start >= stop)
             except UnicodeDecodeError as error:
                 # error.object begins with the bytes that the decoder kept from the block before.
                 byte = start - len(error.object) + error.start
-                raise DataError(f"{path}: not UTF-8 at byte {byte}; {hint}") from None
+                raise DataError(
+                    f"{path}: not UTF-8 at byte {byte}; name files of UTF-8 text"
+                ) from None
+
+
+def rechunk(blocks: Iterable[str]) -> Iterator[str]:
+    """Yield the text of `blocks` in chunks. Encoding them one after the other gives the ids of the
+    whole text: see `last_safe_split`."""
+    text = ""  # text that was not yet yielded
+    for block in blocks:
+        if text:
+            cut = last_safe_split(text)
+            yield text[:cut]
+            text = text[cut:]
+        text += block
     yield text
 
 
@@ -117,9 +135,5 @@ def last_safe_split(text: str) -> int:
     If a megabyte of text has no safe index, the text is cut at its end. There one token may be
     different from the tokens of the whole text.
     """
-    for end in range(len(text) - 1, 0, -1):
-        if text[end - 1].isalnum() and (
-            text[end].isspace() or text[end] != "'" and category(text[end])[0] in "PS"
-        ):
-            return end
-    return len(text)
+    match = SAFE_SPLIT.search(text)
+    return match.start() if match else len(text)

@@ -1,18 +1,21 @@
 """Find the files that --train-data and --val-data name, and the files of the built-in corpus."""
 
 import glob
+import hashlib
 import os
+import re
 import sysconfig
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
-from .documents import TEXT_SUFFIXES, TOKEN_SUFFIXES, suffix_of
+from .documents import CHUNK, TEXT_SUFFIXES, TOKEN_SUFFIXES, reading, suffix_of
 from .errors import DataError
-from .store import Say
 
+Say = Callable[[str], None]
 CACHE_DIR = Path(os.environ.get("MINIGPT_CACHE") or Path(__file__).parent / "cache").resolve()
-ANY_SUFFIX_HINT = "a file named by itself, or by a pattern, is read whatever its suffix"
+# nanoGPT's files are called train.bin and val.bin. llm.c's files are called, for example,
+# fineweb_train_000001.bin and fineweb_val_000000.bin. (values.txt does not match.)
+VAL_NAME = re.compile("(?<![a-z])val(id|idation)?(?![a-z])")
 # Folders of the standard library that are not in the built-in corpus. Two thirds of the library are
 # tests (which Debian leaves out). encodings and pydoc_data are tables. lib2to3, idlelib and
 # turtledemo are not in every installation of Python.
@@ -23,51 +26,54 @@ SKIPPED_STDLIB_FOLDERS = set(
 
 
 def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
-    """Return the files that `names` name, in the order of `names`. A file to which several paths
-    lead (links, or a loop of links) is taken once.
+    """Return the files that `names` name (files, folders, patterns), in the order of `names`. A
+    file to which several paths lead is taken once.
 
-    A name is a file, a folder (which is searched recursively) or a pattern. In a folder, files with
-    an unknown suffix are skipped, and `say` prints one line that counts them. Raises DataError,
-    which names `flag` and the first name without a usable file.
+    In a folder, files of an unknown suffix are skipped, and `say` prints one line about them.
+    Raises DataError, which names `flag` and the first name without a file.
     """
-    files: list[Path] = []
-    skipped: list[Path] = []
+    found: dict[str, Path] = {}  # file -> the first path that leads to it
+    skipped: set[str] = set()
     for name in names:
-        n_before = len(files)
-        for path in _expand_glob(name, flag):
-            inside, others = _partition_files_by_suffix(path) if path.is_dir() else ([path], [])
-            files += inside
-            skipped += others
-        if len(files) == n_before:
-            raise DataError(
-                f"{flag} {name}: no text or token file in this folder "
-                f"({describe_suffix_counts(skipped) or 'hidden and empty ones are not counted'}); "
-                f"{ANY_SUFFIX_HINT}"
-            )
-    paths: dict[Path, Path] = {}  # file -> the first path that leads to it
-    files = [path for path in files if paths.setdefault(path.resolve(), path) is path]
-    if unread := set(skipped) - set(files):
+        # A plain path first: a file name may contain [ or *.
+        paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
+        files = [f for p in paths for f in (files_below(p) if os.path.isdir(p) else [p])]
+        taken = [f for f in files if f in paths or suffix_of(f) in TEXT_SUFFIXES + TOKEN_SUFFIXES]
+        if not taken:
+            wrong = "no text or token file in this folder" if paths else "no such file or folder"
+            raise DataError(f"{flag} {name}: {wrong}")
+        for file in taken:
+            if not os.path.isfile(file):
+                raise DataError(f"{flag} {file}: not a regular file, or a link to nothing")
+            found.setdefault(os.path.realpath(file), Path(file))
+        skipped |= {*files} - {*taken}
+    if unread := sorted(skipped - {*map(str, found.values())}):
         say(
-            f"note     {flag} {describe_paths(names)}: files taken: {len(files):,}, "
-            f"skipped: {len(unread):,} "
-            f"({describe_suffix_counts(unread)}); {ANY_SUFFIX_HINT}"
+            f"note     {flag} {describe_paths(names)}: {len(found):,} files; skipped for their "
+            f"suffix: {describe_paths(unread)} (named by itself, a file is read)"
         )
-    return files
+    return list(found.values())
 
 
-def _expand_glob(name: str, flag: str) -> list[Path]:
-    """Return the file or folder `name`. If it does not exist, return the paths that match the
-    pattern `name`. Raises DataError if a path is neither file nor folder, or if no path matches.
+def files_below(root: str, skipped_folders: Container[str] = ("__pycache__",)) -> Iterator[str]:
+    """Yield all files below `root`, sorted within a folder, without hidden files and folders, the
+    logs of our runs and our token cache.
+
+    Links to folders are followed. A folder to which several ways lead is searched once, so a loop
+    of links ends. Raises OSError for a folder that cannot be read.
     """
-    paths = [Path(name)]  # try a plain path first: a file name may contain [ or *
-    if not name or not paths[0].exists():
-        paths = [Path(path) for path in sorted(glob.glob(name, recursive=True))]
-    if not paths:
-        raise DataError(f"{flag} {name}: no such file or folder")
-    for path in paths:
-        if not path.is_dir() and not path.is_file():
-            raise DataError(f"{flag} {path}: not a regular file")
-    return paths
+    searched = {str(CACHE_DIR)}
+    for folder, folders, names in os.walk(root, onerror=_raise_error, followlinks=True):
+        is_new = (real := os.path.realpath(folder)) not in searched
+        searched.add(real)
+        kept = (n for n in folders if is_new and n[0] != "." and n not in skipped_folders)
+        folders[:] = sorted(kept)
+        wanted = (n for n in names if n[0] != "." and not n.endswith(".metrics.jsonl"))
+        yield from (os.path.join(folder, name) for name in sorted(wanted) if is_new)
+
+
+def _raise_error(error: OSError) -> None:
+    raise error
 
 
 def describe_paths(names: Sequence[str]) -> str:
@@ -75,20 +81,12 @@ def describe_paths(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def describe_suffix_counts(paths: Iterable[Path]) -> str:
-    """Return the five most common suffixes and how many paths have each: `.pdf 12, .docx 3`."""
-    kinds = Counter(
-        (suffix_of(path) or "without suffix") if path.exists() else "links to nothing"
-        for path in sorted(paths)
-    )
-    return ", ".join(f"{suffix} {number:,}" for suffix, number in kinds.most_common(5))
-
-
 def find_stdlib() -> list[Path]:
     """Return the .py files of the running interpreter's standard library: a corpus that exists on
     every machine with Python. Raises DataError if the files are missing."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files, _ = _partition_files_by_suffix(root, {".py"}, SKIPPED_STDLIB_FOLDERS)
+    root = sysconfig.get_paths()["stdlib"]
+    found = map(Path, files_below(root, SKIPPED_STDLIB_FOLDERS))
+    files = [path for path in found if path.suffix == ".py" and path.stat().st_size]
     if sum(path.stat().st_size for path in files) < 1_000_000:
         raise DataError(
             f"--train-data: the built-in corpus, Python's standard library, is not in {root}; "
@@ -97,37 +95,24 @@ def find_stdlib() -> list[Path]:
     return files
 
 
-def _partition_files_by_suffix(
-    root: Path,
-    suffixes: Iterable[str] = (*TEXT_SUFFIXES, *TOKEN_SUFFIXES),
-    skips: Iterable[str] = ("__pycache__",),
-) -> tuple[list[Path], list[Path]]:
-    """Return all files below `root` in two lists: the files with one of `suffixes`, sorted, and the
-    other files and dangling links. Both lists leave out empty files, hidden files and folders, the
-    logs of our runs, our token cache, and folders whose names are in `skips`.
-
-    Links to folders are followed. A folder to which several ways lead is searched once, so a loop
-    of links ends. Raises OSError for a folder that cannot be read.
-    """
-    matching: list[Path] = []
-    others: list[Path] = []
-    searched = {CACHE_DIR}
-    for folder, folders, names in os.walk(root, onerror=_raise_error, followlinks=True):
-        is_new = (real := Path(folder).resolve()) not in searched
-        searched.add(real)
-        # (Sorted, so of several ways to a folder always the same one is taken.)
-        folders[:] = sorted(
-            name for name in folders if is_new and name[0] != "." and name not in skips
-        )
-        for path in (Path(folder, name) for name in names if is_new and name[0] != "."):
-            is_link_to_nothing = not path.exists()
-            # Skip the log that a run writes next to its snapshots.
-            is_read = is_link_to_nothing or path.is_file() and path.stat().st_size
-            if is_read and not path.name.endswith(".metrics.jsonl"):
-                is_match = suffix_of(path) in suffixes and not is_link_to_nothing
-                (matching if is_match else others).append(path)
-    return sorted(matching), others  # os.walk yields names in the file system's order
+def check_disjoint(train: Sequence[Path], val: Sequence[Path]) -> None:
+    """Raise DataError if a file for validation has the content of a file for training. Reads only
+    files whose size occurs in both lists."""
+    sizes = {path.stat().st_size for path in train} & {path.stat().st_size for path in val}
+    hashes = {hash_files([path]): path for path in train if path.stat().st_size in sizes}
+    for path in val:
+        if path.stat().st_size in sizes and (twin := hashes.get(hash_files([path]))):
+            raise DataError(
+                f"--val-data {path}: the same content as {twin} of --train-data, so the validation "
+                "loss would not see overfitting; name other files"
+            )
 
 
-def _raise_error(error: OSError) -> None:
-    raise error
+def hash_files(paths: Sequence[Path]) -> str:
+    """Return the SHA-256 (hex) of the files' contents."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with reading(path), open(path, "rb") as file:
+            while block := file.read(CHUNK):
+                digest.update(block)
+    return digest.hexdigest()

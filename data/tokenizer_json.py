@@ -1,4 +1,4 @@
-"""Write and read Hugging Face's `tokenizer.json`, the file of a tokenizer in transformers.
+"""Write Hugging Face's `tokenizer.json`, the file of a tokenizer in transformers.
 
 tiktoken and tokenizer.json describe the same merges in two ways. In tiktoken (and in this project)
 two neighbouring tokens are merged if their joined bytes are a token; the merge that makes the token
@@ -21,25 +21,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .tokenizer import (
-    CHARACTER_BY_BYTE,
-    EOT_TEXT,
-    GPT2_PATTERN,
-    DataError,
-    Tokenizer,
-    errors_as_data_errors,
-    fingerprint_of,
-    vocab_to_ranks,
-)
+from .tokenizer import GPT2_PATTERN, DataError, Tokenizer, errors_as_data_errors
 
+# Byte -> the printable character that OpenAI's and Hugging Face's files write for it: a printable
+# byte is written as itself, the 68 others as the characters from number 256 on, in order.
+PLAIN_BYTES = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+OTHER_BYTES = sorted({*range(256)} - {*PLAIN_BYTES})
+CHARACTER_BY_BYTE = {byte: chr(byte) for byte in PLAIN_BYTES} | {
+    byte: chr(256 + place) for place, byte in enumerate(OTHER_BYTES)
+}
 GPT2_PATTERNS = (  # GPT-2's pattern, as different versions of tiktoken write it
     GPT2_PATTERN,
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s",
 )
-NAME_BY_FINGERPRINT = {  # fingerprint of a vocabulary -> its --tokenizer-name
-    "3fb4c8efa8f8fd2bd611dbb9f00c189db5aed123a4f9833469abf037114e236e": "gpt2",
-    "22e4053a3829f659111a1119339d9bddff243d8dac496cace7103ed9b720db23": "byte",
-}
 BYTE_LEVEL_CONFIG = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 
@@ -106,60 +100,17 @@ def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def read_folder(folder: Path) -> Tokenizer | None:
-    """Read the tokenizer of a transformers folder from tokenizer.json. If the folder does not have
-    this file, read the tokenizer from vocab.json and merges.txt.
-
-    Return None if the folder has no tokenizer. Raises DataError if the tokenizer is not a
-    byte-level BPE, or if its ids cannot be used as ranks.
-    """
-    tokenizer_file, vocabulary, merges = (
-        folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")
-    )
-    if tokenizer_file.is_file():
-        with errors_as_data_errors(tokenizer_file, "tokenizer of transformers"):
-            return from_json(json.loads(tokenizer_file.read_bytes()))
-    if vocabulary.is_file() and merges.is_file():
-        with errors_as_data_errors(vocabulary, "tokenizer of transformers"):
-            pairs = re.findall("^(?!#version).+", merges.read_text(encoding="utf-8"), re.M)
-            model = {"vocab": json.loads(vocabulary.read_bytes()), "merges": pairs}
-            return from_json(
-                {"model": model, "pre_tokenizer": BYTE_LEVEL_CONFIG, "added_tokens": []}
-            )
-    return None
-
-
-def from_json(content: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer that `content`, the content of a tokenizer.json, describes.
-
-    Raises DataError if the tokenizer does not split words as GPT-2 does. Raises DataError, too, if
-    its list of merges is not the list that follows from its ids.
-    """
-    model, pre_tokenizer = content["model"], content["pre_tokenizer"] or {}
-    differences = (
-        model.get("type", "BPE") != "BPE",
-        *map(model.get, ("continuing_subword_prefix", "end_of_word_suffix", "dropout")),
-        pre_tokenizer.get("type") != "ByteLevel",
-        not pre_tokenizer.get("use_regex", True),
-        pre_tokenizer.get("add_prefix_space"),
-        content.get("normalizer"),
-    )
-    if any(differences):
-        raise DataError(
-            "no byte-level BPE that splits words as GPT-2 does, which is all that can be read here"
-        )
-    added = {token["content"]: token["id"] for token in content["added_tokens"]}
-    if others := sorted(added.keys() - {EOT_TEXT}):
-        raise DataError(f"{', '.join(others[:3])}: tokens of its own, which would be read as text")
-    ids = added | model["vocab"]
-    if EOT_TEXT not in ids:
-        raise DataError(f"it has no {EOT_TEXT}, which stands between documents here")
-    special = {EOT_TEXT: ids.pop(EOT_TEXT)}
-    ranks = vocab_to_ranks(ids)
-    name = NAME_BY_FINGERPRINT.get(fingerprint_of(ranks, special), "bpe")
-    tokenizer = Tokenizer(name, ranks, GPT2_PATTERN, special)
-    merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
-    is_complete = len(merges) == len(ranks) - 256 or model.get("ignore_merges")
-    if merges != list_spelled_merges(tokenizer) or not is_complete:
-        raise DataError("its merges are not those of its ids, which are ranks here")
-    return tokenizer
+def check_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raise DataError if the transformers folder `folder` has a tokenizer with other ids. (A folder
+    without tokenizer.json and vocab.json has none.)"""
+    for path in (folder / "tokenizer.json", folder / "vocab.json"):
+        if path.is_file():
+            with errors_as_data_errors(path, "tokenizer of transformers"):
+                content = json.loads(path.read_bytes())
+                ids = content["model"]["vocab"] if path.name == "tokenizer.json" else content
+                ours = {spell(token): rank for token, rank in tokenizer.ranks.items()}
+                if ours.items() - ids.items():
+                    raise DataError(
+                        f"its ids are not those of {tokenizer.name}, and no other vocabulary is "
+                        "read from such a file; a snapshot has its tokenizer"
+                    )

@@ -6,15 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from .store import Dataset, Say, cache_key, load_or_build_folder, write_split_ids
+from .files import Say
+from .store import cache_key, load_or_build_folder
 from .tokenizer import NumberTokenizer
+from .tokens import Dataset, dataset_in_cache, write_split_ids
 
 N_TOY_SUCCESSORS = 4
 TOY_TRAIN, TOY_VAL = 1_000_000, 100_000
 
 
 def load_toy(
-    vocab_size: int, max_tokens: int | None, seed: int, seq_len: int, cache_dir: Path, say: Say
+    vocab_size: int, max_tokens: int | None, seed: int, cache_dir: Path, say: Say
 ) -> Dataset:
     """Load toy data, or make them: a random walk in which each id has 4 equally likely successors.
     `seed` determines the successors and the walk.
@@ -23,10 +25,6 @@ def load_toy(
     are equally frequent, so a model that has learned nothing has a loss of ln(vocab_size) nats.
     """
     counts = [min(count, max_tokens or count) for count in (TOY_TRAIN, TOY_VAL)]
-    folder, tokenizer = (
-        cache_dir / cache_key("toy", vocab_size, counts, seed),
-        NumberTokenizer(vocab_size),
-    )
 
     def build(new: Path) -> dict[str, Any]:
         rng = random.Random(seed)
@@ -37,8 +35,9 @@ def load_toy(
         for step in rng.choices(steps, k=sum(counts) - 1):
             ids.append(order[(ids[-1] + step) % vocab_size])
         train, val = np.split(np.array(ids), counts[:1])
-        return write_split_ids(new, tokenizer, seq_len, {"train": [train], "val": [val]})
+        return write_split_ids(new, vocab_size, {"train": [train], "val": [val]}, None)
 
-    meta = load_or_build_folder(folder, dict, build, say)
+    folder = cache_dir / cache_key([], "toy", vocab_size, counts, seed)
+    meta = load_or_build_folder(folder, build, say)
     source = f"toy data, each id has {N_TOY_SUCCESSORS} likely successors (best loss ln 4 = 1.386)"
-    return Dataset.from_cache(folder, meta, tokenizer, source, fingerprint=folder.name)
+    return dataset_in_cache(folder, meta, NumberTokenizer(vocab_size), source)

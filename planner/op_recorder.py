@@ -146,10 +146,9 @@ class OpRecorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # not recorded: it does no work, and it is frequent
         kwargs = kwargs or {}
-        if func is ADDMM_IN_FLOAT32 and isinstance(kwargs["out"], FakeTensor):
-            result = kwargs["out"]  # torch 2.11 cannot run this one on fake tensors
-        else:
-            result = func(*args, **kwargs)
+        # torch 2.11 cannot run this one on fake tensors.
+        skipped = func is ADDMM_IN_FLOAT32 and isinstance(kwargs["out"], FakeTensor)
+        result = kwargs["out"] if skipped else func(*args, **kwargs)
         names = (parameter.name for parameter in operator_schema(func).parameters)
         self.record_op(func, dict(zip(names, args, strict=False)) | kwargs, tensors_in(result))
         if self.kernel_workspace is not None and (size := self.kernel_workspace(func, args)):

@@ -14,6 +14,7 @@ import argparse
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -23,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data import DataError, TokenFile, Tokenizer
+from data import DataError, Tokenizer, Tokens
 from data.documents import TOKEN_SUFFIXES, iter_chunked_documents, suffix_of
 from data.errors import MiniGPTError
 from data.files import find_files
-from data.store import take_up_to
+from data.tokens import open_token_file, take_up_to
 from model import MiniGPT
 from scripts import add_snapshot, cli_main, out_of_memory_as
 from scripts.style import about, write_json
@@ -46,11 +47,11 @@ def read_ids(path: Path, tokenizer: Tokenizer, text_key: str) -> Iterator[np.nda
     """Yield all token ids of a file in chunks. In a text file, the id of <|endoftext|> comes before
     each document. Raises DataError."""
     if suffix_of(path) in TOKEN_SUFFIXES:
-        yield from TokenFile.from_path(path, tokenizer.vocab_size).id_chunks()
+        yield from Tokens.of_files([open_token_file(path)], tokenizer.vocab_size).chunks()
         return
     if tokenizer.name == "toy":
         raise DataError(f"--val-data {path}: this model learned numbers, not text")
-    yield from tokenizer.encode_documents(iter_chunked_documents(path, text_key))
+    yield from tokenizer.encode_documents(iter_chunked_documents(path, text_key), Counter())
 
 
 def read_data(
@@ -60,22 +61,21 @@ def read_data(
     if args.val_data:
         description = ", ".join(args.val_data)
         key = args.text_key or state.get("args", {}).get("text_key") or "text"
-        pieces = chain.from_iterable(
+        pieces: Iterator[np.ndarray] = chain.from_iterable(
             read_ids(path, tokenizer, key)
             for path in find_files(args.val_data, "--val-data", process.print0)
         )
     else:
         path = args.checkpoint_path
         try:
-            # (seq_len 0: tokens of files that are shorter than a sequence are read here, too.)
-            saved = Settings.from_typed(state["args"] | {"seq_len": 0})
+            saved = Settings.from_typed(state["args"])
             data = find_data(saved, process, LoadedSnapshot(state, path))
         except DataError as error:
             raise DataError(f"the run's own data: {error}; --val-data names other data") from None
         if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):
             process.print0("note: the run's data changed; the model may have trained on part of it")
         description = f"validation part of {data.description}"
-        pieces = chain.from_iterable(file.id_chunks() for file in data.val_token_files)
+        pieces = data.val_tokens.chunks()
     return description, np.concatenate(  # (which needs at least one array)
         [np.empty(0, np.uint16), *take_up_to(args.max_tokens or sys.maxsize, pieces)]
     )

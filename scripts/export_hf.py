@@ -8,13 +8,12 @@
 MiniGPT has the architecture of GPT-2. So the folder holds a GPT2LMHeadModel with the weights of the
 snapshot, bit for bit, and a tokenizer that gives the same ids for any text. If model.py has
 been changed and does not compute GPT-2 any more, nothing is written. The export needs the package
-safetensors (pip install safetensors), but not transformers. The trainers' --init-from reads the
-exported folder.
+safetensors (pip install safetensors), but not transformers. (To go on here, use the snapshot:
+--init-from reads no tokenizer.json.)
 """
 
 import json
 import os
-import shlex
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,7 +39,6 @@ from trainer.pretrained import (
     renamed_and_transposed,
 )
 from trainer.report import describe_model
-from trainer.settings import to_words
 from trainer.snapshot import SaveError
 
 
@@ -73,10 +71,6 @@ def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         }
     whole = {"architectures": ["GPT2LMHeadModel"]} | alone | their_sizes(config) | ends
     return files | {"config.json": whole}  # written last: no program opens a folder without it
-
-
-def command_to_go_on(folder: str) -> str:
-    return shlex.join(["python", "train_minimal.py", *to_words({"init_from": folder})])
 
 
 def check_is_gpt2(source: Pretrained) -> None:
@@ -139,8 +133,6 @@ def main(argv: list[str]) -> None:
     export(source, folder)
     shape, name = describe_model(source.config), source.tokenizer.name
     print(f"exported {args.out}: {shape}, tokenizer {name}")
-    if name != "toy":
-        print(f"next     {command_to_go_on(str(args.out))}")
 
 
 if __name__ == "__main__":

