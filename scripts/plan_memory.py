@@ -35,6 +35,7 @@ from planner.record import StepRecord
 from planner.roofline import LINKS, default_link
 from planner.shards import gathered_bytes
 from scripts import cli_main, plan_table
+from scripts.advice import advice, batch_without_recompute
 from scripts.plan_table import (
     STEP,
     as_json,
@@ -219,7 +220,7 @@ def answer(plan: Plan, typed: PlanSettings, taken: Plan | None, table: list[Plan
     if plan.memory_budget.limit_bytes is None:
         return []
     if plan.state_bytes >= plan.usable_bytes:
-        return [f"nothing fits; {plan.advice()[0]}"]
+        return [f"nothing fits; {advice(plan)[0]}"]
     if any(map(longest_sequence, table)):
         return [longest_command(plan, typed, table)]
     if taken is None:
@@ -240,12 +241,12 @@ def way_out(plan: Plan, typed: PlanSettings, taken: Plan | None, table: list[Pla
     answered = plan.state_bytes >= plan.usable_bytes or any(map(longest_sequence, table))
     if answered or taken and not offloads(taken):
         return []
-    advice, change = plan.advice()
+    text, change = advice(plan)
     if taken:
         instead = change and "+offload" not in change.get(POLICY_FLAG, "")
-        return [f"or, instead of offloading, {advice}"] if instead else []
+        return [f"or, instead of offloading, {text}"] if instead else []
     tight = " with a margin" if any(map(fits_tightly, table)) else ""
-    lines = [f"nothing fits{tight}; {advice}"]
+    lines = [f"nothing fits{tight}; {text}"]
     return [*lines, command_line(typed, **change)] if change else lines
 
 
@@ -308,7 +309,7 @@ def print_plan(plan: Plan, typed: PlanSettings, bar: tqdm) -> dict[str, Any]:
         bar.write(plan_table.format_table(table, taken) + "\n")
         if host := plan_table.describe_host(table[-1]):
             bar.write(host + "\n")
-        if taken and not longest and (instead := taken.advise_batch_without_recompute()):
+        if taken and not longest and (instead := batch_without_recompute(taken)):
             bar.write(f"note     {instead}\n")
     if (settings or table) and (note := plan.planner.inaccuracy_note):
         bar.write(f"note     {note}\n")

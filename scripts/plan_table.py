@@ -25,11 +25,12 @@ from trainer.plan import (
     OFFLOAD_POLICY,
     POLICY_FLAG,
     RESTART_SHARE_OF_FAILED_PEAK,
-    Change,
     Plan,
     plans_to_try,
 )
 from trainer.settings import Settings, to_words
+
+from .advice import Change
 
 STEP = 64  # tokens; the longest sequence is a multiple of this
 TRIES = 6  # lengths to try by linear interpolation, before bisection

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from data.errors import MiniGPTError
 from planner import CARDS, Layout
-from trainer.plan import SMALLER_MODEL, Plan, card_for, plan_run, suggest_change
+from scripts import plan_memory
+from scripts.advice import SMALLER_MODEL, advice
+from trainer.plan import Plan, card_for, plan_run, where_to_ask
 from trainer.process import OneProcess
 
 SHAPE = (
@@ -24,31 +26,20 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GIB, H100 = 2**30, CARDS["H100"]
 
 
-# ---- a run that ran out
-
-FULL = "--use-activation-checkpoint full"
-OFFLOAD = "--use-activation-checkpoint full+offload"
+# ---- a run that ran out, or would
 
 
 @pytest.mark.parametrize(
-    ("flags", "device", "less", "wanted"),
-    [
-        ("--loss-chunks 1", "cpu", "full", "--loss-chunks 0"),
-        ("", "cpu", "full", FULL),
-        (f"{FULL} --batch-size 6", "cuda", "", "--batch-size 3 --grad-accum-steps 2"),
-        (f"{FULL} --batch-size 1", "cuda", "", OFFLOAD),  # (a CPU has one memory)
-        (f"{FULL} --batch-size 1", "cpu", "", None),
-        (f"{OFFLOAD} --batch-size 1", "cuda", "", None),
-    ],
+    ("kind", "processes"), [("one", ""), ("fsdp", " --nproc-per-node=2 --fsdp")]
 )
-def test_it_is_told_what_costs_least(flags, device, less, wanted):
-    """Of what is not so yet. `less`: the policy that is predicted to need less."""
-    settings = parse(flags)
-    policy = settings.use_activation_checkpoint
-    said = suggest_change(settings, device, policy, less)
-    assert said.startswith(f"{wanted} (" if wanted else "what changes the training: --seq-len ")
-    evaluating = suggest_change(settings, device, policy, less, in_evaluation=True)
-    assert "--use-activation-checkpoint" not in evaluating
+def test_a_run_names_the_question_for_plan_memory(kind, processes):
+    typed = parse(f"{SHAPE} --lr 0.1 --model gpt2 --resume")
+    said = where_to_ask(typed, Layout(kind, world_size=1 + bool(processes)))
+    command = said.removeprefix("what fits: python -m scripts.plan_memory ")
+    assert command.endswith(processes) and "--resume" not in command
+    asked = plan_memory.parse(command.split())
+    assert asked.layout.kind == kind and asked.lr == 0.1
+    assert typed.typed - {"resume"} <= asked.typed
 
 
 # ---- a prediction
@@ -76,7 +67,7 @@ def test_advice_fits_and_repeats_nothing(typed, kind, share):
     room = plain.state_bytes + share * (plain.peak - plain.state_bytes)
     room = room if share > 0 else (1 + share) * plain.state_bytes
     asked = replace(plain, memory_budget=room_for(room))
-    said, change = asked.advice()
+    said, change = advice(asked)
     if share < 0:  # of the state alone: nothing is simulated, and each state fits
         assert not re.search("--batch-size|--seq-len", said)
         ways = re.findall(r"(--[^(]*) \(", said.partition("less state: ")[2])
@@ -147,7 +138,7 @@ def test_all_processes_count(machine, processes, total, free, says):
 
 def test_too_little_is_one_line_with_the_knob(machine):
     """A warning where it is too little just now; the end where there is no more in all."""
-    fits = "; --use-activation-checkpoint cheap:1 fits (same results, some more time)"
+    fits = f"; {where_to_ask(parse(SHAPE), Layout())}"
     machine(2 * peak(), peak() - 1)
     _, line = words().splitlines()
     assert line.startswith("warning  ") and " free, less a margin of a tenth); the machine" in line

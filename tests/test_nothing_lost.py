@@ -88,7 +88,8 @@ LEAN = "--optimizer=muon --moments-dtype=bfloat16"
 FULL, SILENT, FIVE = "--use-activation-checkpoint", "--log-interval=0", "--save-interval=5"
 OOM, TWO, THREE = "cuda-oom:0:7", "nan:0:5 nan:0:6", "nan:0:12 nan:0:13 nan:0:14"
 DISK = r"cannot save .*run.pt: disk full .*; it needs 0.\d MB, [0-9.,]+ MB are free; make room; "
-NONE = "out of memory with --batch-size 2 --seq-len 16, recompute none; try "
+ASK = "what fits: python -m scripts.plan_memory "
+NONE = f"out of memory with --batch-size 2 --seq-len 16, recompute none; {ASK}"
 TWELVE = "in 3 steps in a row, 12 to 14: try a lower --lr than 0.025; --detect-anomaly finds the op"
 ASKED = "asked-in-evaluation:0:{}"
 # What happens before which step; the run's flags; its exit code and what its last line says; the
@@ -109,9 +110,16 @@ BREAKS = {
     ),
     "disk: saving": ({10: largest_file(20_000)}, "--save-interval=4", 3, DISK, 12, [8, 4]),
     "disk: logging": ({10: largest_file(3000)}, "", 3, "save .*run.metrics.jsonl: disk", 10, []),
-    "memory: a step": (OOM, f"{FIVE} --loss-chunks=1", 4, f"{NONE}--loss-chunks 0 ", 6, [5]),
-    "memory: of full": (OOM, f"{FIVE} {FULL} --batch-size=1", 4, "recompute full; try --", 6, [5]),
-    "memory: of an evaluation": ({20: evaluation_fails}, "", 4, f"{NONE}--batch", 20, [20]),
+    "memory: a step": (OOM, f"{FIVE} --loss-chunks=1", 4, NONE, 6, [5]),
+    "memory: of full": (
+        OOM,
+        f"{FIVE} {FULL} --batch-size=1",
+        4,
+        f"recompute full; {ASK}",
+        6,
+        [5],
+    ),
+    "memory: of an evaluation": ({20: evaluation_fails}, "", 4, NONE, 20, [20]),
     "memory: of NCCL": ({7: raising(NCCL)}, FIVE, 4, NONE, 6, [5]),
     "others: gone": ({7: raising(GLOO)}, FIVE, 3, "rank 0 lost the connection to an", 6, [5]),
     "NaN: noticed one step late": (THREE, SILENT, 3, TWELVE, 15, []),

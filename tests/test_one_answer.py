@@ -12,6 +12,7 @@ from data.errors import MiniGPTError
 from planner import CARDS, Layout
 from planner.choose import uniform_policies
 from scripts import memory_page, plan_memory
+from scripts.advice import advice
 from trainer.device import MemoryBudget
 from trainer.plan import Plan, plan_for_command, plan_run
 from trainer.process import OneProcess
@@ -94,7 +95,7 @@ def test_all_say_the_same(model, share, tmp_path, monkeypatch):
 
     if answer not in ("none", None):
         plan = of_card(model, parse(flags_of(model)))
-        _, change = replace(plan, memory_budget=MemoryBudget(budget, "cuda")).advice()
+        _, change = advice(replace(plan, memory_budget=MemoryBudget(budget, "cuda")))
         told = plan.with_flags(**change).policy
         assert told == of_plan_memory(f"{flags} {' '.join(to_words(change))}", tmp_path)
         assert told == answer

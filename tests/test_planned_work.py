@@ -11,7 +11,7 @@ from harness.planned import MAKE_PLANNER
 from memory import MemorySavingGPT
 from planner import Planner
 from scripts import plan_memory
-from trainer.plan import ADVICE_OPS
+from scripts.advice import ADVICE_OPS, advice
 
 GPT2, XL = "--model gpt2 --card RTX-4090", "--model gpt2-xl --card RTX-4090"
 MEDIUM = "--model gpt2-medium --card RTX-3060-12GB"
@@ -121,8 +121,8 @@ def test_advice_ends(monkeypatch):
     spent = []
     for limit in (1, ADVICE_OPS):
         screen = Screen()
-        monkeypatch.setattr("trainer.plan.ADVICE_OPS", limit)
-        said, change = replace(plan, on_simulate=screen.update).advice()
+        monkeypatch.setattr("scripts.advice.ADVICE_OPS", limit)
+        said, change = advice(replace(plan, on_simulate=screen.update))
         spent.append(screen.ops)
         assert change is None and "smaller model" in said
     assert 0 < spent[0] < spent[1] / 2 and spent[1] < ADVICE_OPS + 5_000

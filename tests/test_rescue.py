@@ -198,14 +198,12 @@ def test_a_step_that_is_looked_at(step, flags, backward, path, capsys):
 # ---- Where the step cannot be done again
 
 
+ASK = "what fits: python -m scripts.plan_memory"
 CANNOT = {
-    "it is not wanted": ("--on-out-of-memory=stop", 1, f"none; try {POLICY} "),
-    # With all that are left, too. The way out keeps the last of them.
-    "no other policy": (
-        *(f"{POLICY}=full/2", 9),
-        f"attn; try {POLICY} attn --batch-size 1 --grad-accum-steps 2 (the same",
-    ),
-    "nothing at all": (f"{POLICY}=attn --batch-size=1", 1, "attn; try what changes the training"),
+    "it is not wanted": ("--on-out-of-memory=stop", 1, "none"),
+    # With all that are left, too.
+    "no other policy": (f"{POLICY}=full/2", 9, "attn"),
+    "nothing at all": (f"{POLICY}=attn --batch-size=1", 1, "attn"),
 }
 
 
@@ -215,7 +213,7 @@ def test_where_nothing_deeper_is_left_or_wanted_it_ends_as_ever(name, path, caps
     with running_out(STEP, *[(50, False)] * times):
         assert train_here(path, "--no-amp", "--save-interval=1", *flags.split()) == 4
     (line,) = capsys.readouterr().err.splitlines()
-    assert f" --seq-len 16, recompute {says}" in line and snapshot(path)["step"] == 1
+    assert f" --seq-len 16, recompute {says}; {ASK} " in line and snapshot(path)["step"] == 1
     assert f"go on from {path}, step 1" in line
 
 
@@ -224,7 +222,7 @@ def test_where_nothing_can_be_planned_it_ends_as_ever(fault, path, capsys, monke
     monkeypatch.setattr(Planner, "step", raising(fault))
     with running_out(STEP, (50, False)):
         assert train_here(path, "--no-amp", "--save-interval=1") == 4
-    assert "recompute none; try --batch-size 1 --grad-accum-steps 2" in capsys.readouterr().err
+    assert f"recompute none; {ASK} " in capsys.readouterr().err
 
 
 @row("memory runs out in the update")
@@ -243,7 +241,7 @@ def test_an_update_that_runs_out_half_way_is_not_done_again(path, capsys, monkey
     assert train_here(path, *flags) == 4
     assert len(groups) == 3 and snapshot(path)["step"] == 1
     captured = capsys.readouterr()
-    assert "warning  step" not in captured.out and "recompute none; try " in captured.err
+    assert "warning  step" not in captured.out and f"recompute none; {ASK} " in captured.err
     assert train_here(path, *flags, "--resume") == 0
     assert same(snapshot(path)["model"], snapshot(undisturbed(*flags))["model"])
 
@@ -328,8 +326,7 @@ def test_a_process_that_may_have_no_more(share, fault, policy, code, path):
     assert taken
     if code:
         (line,) = result.stderr.splitlines()
-        smaller = f"{POLICY} {taken[-1]} --batch-size 4 --grad-accum-steps 2 (the same sequences)"
-        assert f"recompute {taken[-1]}; try {smaller}; go on from {path}, step 1" in line
+        assert f"recompute {taken[-1]}; {ASK} " in line and f"; go on from {path}, step 1" in line
         assert snapshot(path)["step"] == 1
     else:
         assert same(snapshot(path)["model"], snapshot(undisturbed(*LARGE))["model"])

@@ -24,6 +24,7 @@ from memory import MemorySavingGPT, recompute_plan_of_config
 from planner import Layout, Planner
 from planner.choose import pick_fastest_fitting_step
 from planner.shards import GLOO, state_bytes
+from scripts.advice import advice
 from train_fsdp import FSDPProcess
 from trainer.optimizer import make_optimizer
 from trainer.plan import Plan
@@ -193,7 +194,7 @@ def test_the_way_to_shards_is_named_where_the_state_does_not_fit(processes, name
     flags = f"{SHAPE} --device cpu --no-amp --use-activation-checkpoint full/2 {DEEP}"
     layout = Layout("ddp", world_size=processes)
     ddp = Plan(parse(flags), 64, CPU, torch.float32, layout=layout)
-    text, _ = replace(ddp, memory_budget=room_for(ddp.state_bytes)).advice()
+    text, _ = advice(replace(ddp, memory_budget=room_for(ddp.state_bytes)))
     assert ("(train_fsdp.py deals them out)" in text) == named
 
 

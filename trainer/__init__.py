@@ -1,7 +1,7 @@
 """Support the training loop of train_minimal.py. You can understand training without these files.
 
 settings.py    define the flags in one table; hold the values of a command line
-plan.py        predict a step's memory and time; suggest a change when the step does not fit
+plan.py        predict the memory and the time of a step; choose the policy of auto
 build.py       make a run of settings and weights, in the same way in all processes
 run.py         hold the state of a run; repeat a step when memory runs out
 flags.py       read the values of flags

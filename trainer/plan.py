@@ -1,5 +1,5 @@
-"""Plan a run: the memory and the time of its step before it runs, the policy for
---use-activation-checkpoint auto, and changes of flags that make a step fit.
+"""Plan a run: the memory and the time of its step before it runs, and the policy for
+--use-activation-checkpoint auto. (scripts/advice.py finds changes of flags that make a step fit.)
 
 planner/ simulates steps and finds the fastest recompute policy. A `Plan` asks it about the settings
 of a run, on a device that need not exist here; a plan with other flags is another Plan. `plan_run`
@@ -8,13 +8,14 @@ scripts/plan_memory.py.
 """
 
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from planner.choose import (
     nested_checkpoint_policies,
     pareto_frontier,
     pick_fastest_fitting_step,
-    recomputed_flops_key,
     simulate_policies_fastest_first,
 )
 from planner.roofline import LINK_EFFICIENCY, LINKS
@@ -48,10 +48,10 @@ from .device import (
 )
 from .flags import AUTO
 from .metrics import format_bytes
-from .optimizer import make_optimizer, optimizer_name, optimizer_state
+from .optimizer import make_optimizer, optimizer_state
 from .pretrained import read_vocab_size
 from .process import OneProcess
-from .settings import SHAPE_BY_MODEL, Settings, to_words
+from .settings import Rule, Settings, names_with
 
 OFFLOAD_POLICY = "full+offload"
 POLICY_FLAG = "use_activation_checkpoint"
@@ -59,27 +59,6 @@ POLICY_FLAG = "use_activation_checkpoint"
 # predicted peak of at most this share of the failed policy's predicted peak. A restart takes long,
 # so the first policy after a restart should already fit.
 RESTART_SHARE_OF_FAILED_PEAK = 0.75
-ADVICE_OPS = 20_000  # advice ends after so many simulated operators, with what it has found
-SMALLER_MODEL = "a smaller model (--n-layers, --d-model)"
-Change = dict[str, Any]  # flags that are changed together: name in Settings -> new value
-
-
-# ---- changes of flags, in the order of docs/planning.md ("Out of memory: which knob first")
-
-
-def cost_of(change: Change) -> str:
-    """Return what a change that keeps the training the same costs, in words for the user."""
-    costs = ["the same sequences"] if "batch_size" in change else []
-    if str(change.get(POLICY_FLAG)).endswith("+offload"):
-        costs.append("what backward needs waits in CPU memory")
-    if not costs and "loss_chunks" in change:
-        return "never holds all logits, at about the same speed"
-    return ", ".join(costs) or "same results, some more time"
-
-
-def in_words(change: Change) -> str:
-    """Return the flags of a change as a user types them: "--batch-size 3 --grad-accum-steps 4"."""
-    return " ".join(to_words({"model": change["model"]} if "model" in change else change))
 
 
 def describe_memory_flags(settings: Settings) -> str:
@@ -90,76 +69,14 @@ def describe_memory_flags(settings: Settings) -> str:
     )
 
 
-def smaller_batches(settings: Settings) -> list[Change]:
-    """Return all changes that split the sequences of a step into smaller micro-batches
-    (--batch-size / n, --grad-accum-steps x n), the largest micro-batch first."""
-    size, steps = settings.batch_size, settings.grad_accum_steps
-    return [
-        {"batch_size": size // n, "grad_accum_steps": steps * n}
-        for n in range(2, size + 1)
-        if size % n == 0 and settings.can_sum(steps * n)
-    ]
-
-
-def changes_with_same_training(settings: Settings, device_type: str) -> Iterator[Change]:
-    """Yield changes that keep the training the same, the cheapest first.
-
-    A caller combines each with the fastest recompute policy that then fits. The first change may
-    have no flags: the policy alone.
-    """
-    chunked_loss = {"loss_chunks": 0} if settings.loss_chunks == 1 else {}
-    smaller = smaller_batches(settings)
-    yield from (chunked_loss | batch for batch in [{}, *smaller])
-    if device_type == "cuda" and not settings.recompute_plan.offload:
-        for batch in [{}, *smaller]:
-            yield chunked_loss | {POLICY_FLAG: OFFLOAD_POLICY} | batch
-
-
-def changes_of_training(settings: Settings) -> Iterator[list[Change]]:
-    """Yield lists of changes that change the training. The changes of a list are alternatives, the
-    smallest first. A change never repeats the value that a flag has."""
-
-    def alternatives(*changes: Change) -> list[Change]:
-        return [c for c in changes if all(getattr(settings, name) != v for name, v in c.items())]
-
-    seq_len, moments = settings.seq_len, {"moments_dtype": "bfloat16"}
-    yield alternatives(*({"batch_size": c["batch_size"]} for c in smaller_batches(settings)))
-    yield alternatives(*({"seq_len": seq_len // n} for n in (2, 4, 8) if seq_len >= n))
-    yield alternatives(moments, {"optimizer": "muon"}, moments | {"optimizer": "muon"})
-    model, names = settings.model or "", [*SHAPE_BY_MODEL]
-    shape = SHAPE_BY_MODEL.get(model, {})
-    if shape and all(getattr(settings, name) == value for name, value in shape.items()):
-        follows = "d_ff" not in settings.typed
-        yield [
-            {"model": name, **sizes} | ({"d_ff": 4 * sizes["d_model"]} if follows else {})
-            for name in reversed(names[: names.index(model)])
-            for sizes in [SHAPE_BY_MODEL[name]]
-        ]
-
-
-def suggest_change(
-    settings: Settings,
-    device_type: str,
-    policy: str,
-    smaller_policy: str = "",
-    in_evaluation: bool = False,
-) -> str:
-    """Return the first change that could help after memory ran out, as text "FLAGS (COST)".
-
-    `policy`: the recompute policy in use, which may need less memory than that of `settings`.
-    `smaller_policy`: a policy that is predicted to need less memory than `policy`; "": none.
-    `in_evaluation`: memory ran out without a backward, so no policy can help. If no change keeps
-    the training the same, the text names flags that change it.
-    """
-    in_use = {POLICY_FLAG: policy} if policy != settings.use_activation_checkpoint else {}
-    first, *others = changes_with_same_training(settings.replace(**in_use), device_type)
-    if smaller_policy and not first:
-        first = {POLICY_FLAG: smaller_policy}
-    for change in (first, *others):
-        if change and not (in_evaluation and POLICY_FLAG in change):
-            return f"{in_words(in_use | change)} ({cost_of(change)})"
-    ways = [in_words(some[0]) for some in changes_of_training(settings) if some]
-    return f"what changes the training: {', '.join([*ways, SMALLER_MODEL])}"
+def where_to_ask(settings: Settings, layout: Layout) -> str:
+    """Return the command that tells which changes of flags make a step fit: plan_memory with the
+    run's own flags."""
+    n, kind = layout.world_size, layout.kind
+    processes = [f"--nproc-per-node={n}"] * (n > 1) + [f"--{kind}"] * (kind in ("fsdp", "sp"))
+    words = settings.words(**dict.fromkeys(names_with(Rule.THIS_START)))
+    command = shlex.join(["python", "-m", "scripts.plan_memory", *words, *processes])
+    return f"what fits: {command}"
 
 
 # ---- the plan
@@ -325,23 +242,6 @@ class Plan:
         )
         return self.with_policy(step.config.recompute)
 
-    def with_fitting_policy(self) -> "Plan | None":
-        """Return the plan with the fastest policy that fits, or None if no policy fits.
-
-        If neither `full` nor nested groups (`full/K+nested`) fit, no policy fits, because these
-        have the smallest peaks. If the policy has offload, only this policy is tried. Other
-        policies cannot be compared with it, because a predicted time does not include offload's
-        copies.
-        """
-        if self.settings.recompute_plan.offload:
-            return self if self.fits else None
-        smallest = ["full", *nested_checkpoint_policies(self.settings.n_layers)[-1:]]
-        return (
-            self.with_fastest_policy()
-            if any(self.with_policy(name).fits for name in smallest)
-            else None
-        )
-
     def deeper(self) -> Iterator["Plan"]:
         """Yield the plans that a run may switch to when memory runs out.
 
@@ -361,104 +261,6 @@ class Plan:
             if plan.peak < least:  # each remembers its peak now
                 least = plan.peak
                 yield plan
-
-    def advice(self) -> tuple[str, Change | None]:
-        """Return the cheapest change that makes a step fit and keeps the training the same.
-
-        The result is (text for the user, change). The change has the fastest policy that fits with
-        its other flags. If no such change exists, the change is None, and the text names changes of
-        the training. Each change in the text fits by simulation; the search ends after ADVICE_OPS
-        operators. If the state alone exceeds the budget, nothing is simulated.
-        """
-        if self.state_bytes >= self.usable_bytes:
-            return self.advice_on_state(), None
-        ops_left = ADVICE_OPS
-
-        def first_that_fits(changes: Iterable[Change]) -> Change | None:
-            """Return the first change that fits, with its policy, without flags that have their
-            value already."""
-            nonlocal ops_left
-            for change in changes:
-                plan = self.with_flags(**change)
-                if ops_left <= 0 or plan.state_bytes >= plan.usable_bytes:
-                    continue
-                before = plan.planner.n_simulated_ops
-                fits = plan.with_fitting_policy()
-                ops_left -= plan.planner.n_simulated_ops - before
-                if fits:
-                    flags = {POLICY_FLAG: ""} | change | {POLICY_FLAG: fits.policy}
-                    return {k: v for k, v in flags.items() if v != getattr(self.settings, k)}
-            return None
-
-        change = first_that_fits(changes_with_same_training(self.settings, self.device.type))
-        if change is not None:
-            return f"{in_words(change)} fits ({cost_of(change)})", change
-        ways = list[str]()
-        for change in map(first_that_fits, changes_of_training(self.settings)):
-            if change:
-                policy = change.pop(POLICY_FLAG, None)
-                ways.append(in_words(change) + (f" with {policy}" if policy else ""))
-        more_cards = islice(self.on_more_cards(), 4 if ops_left > 0 else 0)
-        ways += islice((cards_in_words(plan) for plan in more_cards if plan.fits), 1)
-        return f"try what changes the training: {', or '.join(ways or [SMALLER_MODEL])}", None
-
-    def advice_on_state(self) -> str:
-        """Return why no step fits in less than the state, and changes of the training whose state
-        fits, each with its bytes. Whether their steps fit is another question to the planner."""
-        n, usable = self.layout.world_size, self.usable_bytes
-        each = f" in each of {n} processes" * (n > 1)
-        each += " (train_fsdp.py deals them out)" * (n > 1 and self.layout.gradients_persist)
-        ways = list[str]()
-        for alternatives in changes_of_training(self.settings):
-            less = ((change, self.with_flags(**change).state_bytes) for change in alternatives)
-            fits = (f"{in_words(c)} ({format_bytes(size)})" for c, size in less if size < usable)
-            ways += islice(fits, 1)
-        ways += [
-            f"{cards_in_words(plan)} ({format_bytes(plan.state_bytes)} each)"
-            for plan in islice(self.on_more_cards(), 1)
-        ]
-        return (
-            f"weights, gradients and {optimizer_name(self.settings)}'s state alone take "
-            f"{format_bytes(self.state_bytes)}{each}, more than the {format_bytes(usable)} "
-            "that tensors may take: plan what changes the training and has less state: "
-            f"{', or '.join(ways or [SMALLER_MODEL])}"
-        )
-
-    def on_more_cards(self) -> Iterator["Plan"]:
-        """Yield the plans of train_fsdp.py on more GPUs, at most 64, whose state fits, the fewest
-        first. Yield none if several processes share the device."""
-        most = 64 if self.device.type == "cuda" and self.layout.sp_degree == 1 else 0
-        one = self.with_policy("full").with_flags(gather_dtype="float32")
-        for n in range(self.layout.shard_degree + 1, most + 1):
-            plan = replace(one, layout=Layout("fsdp", world_size=n, local_world_size=n))
-            if plan.state_bytes < self.usable_bytes:
-                yield plan
-
-    def advise_batch_without_recompute(self) -> str:
-        """Return text on a smaller micro-batch with which a step fits without recompute.
-
-        If several such micro-batches fit, the text is on the largest of them. The text compares
-        this micro-batch with this plan: "4 x 4 sequences with none: 5 % faster (...)". Without a
-        card the text says only that as many sequences per step fit. Return "" if no smaller
-        micro-batch fits, or if the largest that fits is not faster than this plan.
-        """
-        replays_products = recomputed_flops_key(self.step)[0] > 0
-        if self.policy == "none" or not (self.card or replays_products):
-            # Give no advice. Without a card no time is known. If the step recomputes no matrix
-            # product, `none` saves little time, and the matrix products of smaller micro-batches
-            # may cost more time than it saves.
-            return ""
-        for batch in smaller_batches(self.settings):
-            flags = {POLICY_FLAG: "none"} | batch
-            plan = self.with_flags(**flags)
-            if plan.fits:
-                faster = self.seconds / plan.seconds - 1 if self.card else 0.0
-                if self.card and faster <= 0.005:
-                    return ""
-                speed = f": {100 * faster:.0f} % faster" if self.card else " fit as well"
-                text = f"{batch['grad_accum_steps']} x {batch['batch_size']} sequences with none"
-                return f"{text}{speed} ({in_words(flags)})"
-        return ""
 
     # ---- time
 
@@ -507,10 +309,6 @@ class Plan:
     def tokens_per_s(self) -> float:
         """Predicted tokens per second of all processes together."""
         return self.settings.tokens_per_step(self.layout.replicas) / self.seconds
-
-
-def cards_in_words(plan: Plan) -> str:
-    return f"{plan.layout.world_size} of this card with train_fsdp.py"
 
 
 def plans_to_try(
@@ -649,8 +447,6 @@ def plan_on_this_rank(plan: Plan, process: OneProcess) -> tuple[str, list[Plan],
         by_time = f"the least time (predicted for {plan.card.name})" if plan.card else ""
         criterion = by_time or "the least recompute"
         words = f"auto takes {policy}: {criterion} that fits in {plan.memory_budget}\nmemory   "
-        if advice := chosen.advise_batch_without_recompute():
-            words += f"{advice}\nmemory   "
     if failed := process.last_failed_policy():
         policy = policy_after_out_of_memory(plan.with_policy(failed), policy)
         now = "the same, the smallest known" if policy == failed else policy
@@ -689,7 +485,7 @@ def choose_fitting_policy(plan: Plan) -> Plan:
     typed = f"--use-activation-checkpoint {plan.settings.use_activation_checkpoint}"
     raise MiniGPTError(
         f"{typed if budget.is_free else '--memory-budget'}: tensors may take {budget}, but the "
-        f"smallest peak is {smallest}; {plan.advice()[0]}"
+        f"smallest peak is {smallest}; {where_to_ask(plan.settings, plan.layout)}"
     )
 
 
@@ -700,13 +496,14 @@ def predict(plan: Plan, process: OneProcess) -> tuple[list[Plan], str]:
     try:
         check_memory(plan, process, plan.state_bytes)  # needs no simulation
         words, note = describe_peaks(plan), plan.planner.inaccuracy_note
+        hint = where_to_ask(plan.settings, plan.layout)
         words += f"\nnote     {note}" if note else ""
         words += check_memory(plan, process, plan.peak)
         host_bytes, needed = plan.memory_budget.host_usable_bytes, plan.step.host_bytes
         if host_bytes is not None and needed > host_bytes:
             words += (
                 f"\nwarning  each process needs {format_bytes(needed)} of CPU memory for +offload, "
-                f"and may take {format_bytes(host_bytes)}; {plan.advice()[0]}"
+                f"and may take {format_bytes(host_bytes)}; {hint}"
             )
         # To plan what is deeper takes longer than all else here. A run that is far from the limit
         # does it if memory runs out all the same (run.free_and_switch_policy).
@@ -754,17 +551,15 @@ def check_memory(plan: Plan, process: OneProcess, needed: int) -> str:
     total = total_memory(process.device)
     each = f"{processes} processes, each " if processes > 1 else ""
     need = f"{each}{format_bytes(needed)} predicted"
+    hint = where_to_ask(plan.settings, plan.layout)
     on_gpu = process.device.type == "cuda"
     capacity = f"the {'GPU' if on_gpu else 'machine'} has {format_bytes(total or 0)}"
     if total is not None and processes * needed > total:
-        limit = min(budget.limit_bytes or total, total // processes)
-        full = replace(plan, memory_budget=replace(budget, limit_bytes=limit))
         raise MiniGPTError(
             f"out of memory before the first step: {need}, {capacity}; with "
-            f"{describe_memory_flags(plan.settings)}; {full.advice()[0]}",
+            f"{describe_memory_flags(plan.settings)}; {hint}",
             exit_code=4,
         )
     if needed <= budget.usable_bytes:
         return ""
-    change = plan.advice()[0]
-    return f"\nwarning  {need}, but tensors may take {budget}; {capacity} in all; {change}"
+    return f"\nwarning  {need}, but tensors may take {budget}; {capacity} in all; {hint}"

@@ -25,12 +25,7 @@ from .bootstrap import PROCESS_START
 from .build import MakeProcess, set_up_from_settings
 from .flags import print_error
 from .metrics import finish_wandb
-from .plan import (
-    POLICY_FLAG,
-    describe_memory_flags,
-    plans_to_try,
-    suggest_change,
-)
+from .plan import POLICY_FLAG, describe_memory_flags, where_to_ask
 from .report import describe_result, resume_command, sample_text
 from .run import Run, StoppedBySignal, is_out_of_memory, save
 from .settings import Settings
@@ -271,32 +266,25 @@ class SkippedUpdateCounter:
 def end_out_of_memory(
     settings: Settings, run: Run | None, print_error_line: Callable[[object], None]
 ) -> int:
-    """Print the settings with which memory ran out, and the first change that could help. Return
+    """Print the settings with which memory ran out, and the command that tells what fits. Return
     exit code 4, even if memory runs out in this function, too."""
     try:
-        print_error_line(f"out of memory with {suggest_after_out_of_memory(settings, run)}")
+        print_error_line(f"out of memory with {describe_out_of_memory(settings, run)}")
     except Exception:
         os.write(2, b"error: out of memory\n")
     return 4
 
 
-def suggest_after_out_of_memory(settings: Settings, run: Run | None) -> str:
-    """Return the settings with which memory ran out, and the first change that could help, as
-    text."""
+def describe_out_of_memory(settings: Settings, run: Run | None) -> str:
+    """Return the settings with which memory ran out, and what to do, as text."""
     if run is None:
         return (
             f"{describe_memory_flags(settings)}; try a smaller model (--n-layers), or less data "
             "(--max-tokens)"
         )
-    device_type, policy, smaller_policy = run.process.device.type, run.model.config.recompute, ""
-    with suppress(Exception):  # there may be no such policy, or no prediction
-        smaller_policy = next(plans_to_try(run.plans)).policy
-    back = f"; {resume_hint(run)}" if run.saved_step else ""
-    now = describe_memory_flags(settings.replace(**{POLICY_FLAG: policy}))
-    change = suggest_change(
-        settings, device_type, policy, smaller_policy, in_evaluation=not run.model.training
-    )
-    return f"{now}; try {change}{back}"
+    now = describe_memory_flags(settings.replace(**{POLICY_FLAG: run.model.config.recompute}))
+    hint = where_to_ask(run.settings, run.process.layout)
+    return f"{now}; {hint}" + (f"; {resume_hint(run)}" if run.saved_step else "")
 
 
 def resume_hint(run: Run | None) -> str:
