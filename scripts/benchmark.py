@@ -186,8 +186,8 @@ def timed_step(run: Run, n: int = 1) -> float:
 def recorded_peak(run: Run) -> int:
     """Run one more step on a CPU; return its peak memory in bytes.
 
-    torch.profiler records each allocation, also those of compiled blocks. (trainer/clocks.py's
-    LiveStorages has the same peak, but makes compiled blocks run eagerly.)
+    torch.profiler records each allocation, also those of compiled blocks. (trainer/clocks.py finds
+    the same peak, but would make compiled blocks run eagerly.)
     """
     existing = [
         *run.model.parameters(),

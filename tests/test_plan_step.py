@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases.shapes import PRECISIONS
+from harness.live_storages import LiveStorages
 from harness.marks import rest_slow
 from harness.runs import ROOT
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from memory import MemorySavingGPT
 from model import MiniGPTConfig
 from planner import Planner, plan_step
-from trainer.clocks import LiveStorages
 
 B, T, V, C = 4, 32, 97, 64
 IDS, LABELS = torch.arange(2 * B * T).reshape(2, B, T) % V

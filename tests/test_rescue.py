@@ -192,7 +192,7 @@ def test_a_step_that_is_looked_at(step, flags, backward, path, capsys):
     assert same(snapshot(path)["model"], snapshot(undisturbed(*flags[:3]))["model"])
     if step == 4:
         trace = path.with_name("run.trace.json").read_text()
-        assert '"block 1"' in trace
+        assert '"backward"' in trace
 
 
 # ---- Where the step cannot be done again

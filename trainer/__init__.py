@@ -16,7 +16,7 @@ process.py     hold the functions that differ with the number of processes; here
 reproducible_sums.py sum gradients in an order that does not depend on the number of processes
 torchrun.py    connect the processes that torchrun started, and end them together
 shutdown.py    handle signals and errors; choose the exit code
-clocks.py      measure each phase's seconds and a step's peak memory; write the trace of --profile
+clocks.py      measure the seconds of phases and the peak memory of a step; profile steps
 metrics.py     compute perplexity and peak memory; write metrics.jsonl and the log of --log-to
 report.py      write the lines that a run prints
 """

@@ -22,10 +22,7 @@ from .snapshot import SaveError, State, describe_save_error, sibling_path, writi
 def perplexity(loss: float) -> float:
     """Return the perplexity exp(loss), for a loss in nats. It is the number of equally likely
     tokens that would give the same loss. From 710 nats on the result is infinite."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+    return math.inf if loss > 709.78 else math.exp(loss)
 
 
 def peak_memory_fields(device: torch.device) -> dict[str, Any]:
@@ -96,8 +93,7 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
             with path.open("a", encoding="utf-8") as file:
                 file.write(line)
         except OSError as error:
-            reason = describe_save_error(path, error, len(line))
-            raise SaveError(reason, exit_code=3) from None
+            raise SaveError(describe_save_error(path, error, len(line)), exit_code=3) from None
 
     return write
 
@@ -118,6 +114,8 @@ def find_logged_record(step: int, path: Path) -> LogRecord | None:
     return next((r for r in records if r.get("step") == step), None)
 
 
+# ---- --log-to
+
 # Value of --log-to -> module.
 LOGGER_MODULES = {
     "tensorboard": "torch.utils.tensorboard",
@@ -134,10 +132,9 @@ def check_logger(name: str) -> None:
         return
     try:
         import_module(LOGGER_MODULES[name])
-    except Exception as error:  # a broken installation may raise any error
+    except ImportError as error:
         raise MiniGPTError(
-            f"--log-to {name}: import {LOGGER_MODULES[name]} failed "
-            f"({type(error).__name__}: {error}); pip install {name}, or --log-to none"
+            f"--log-to {name}: {error}; pip install {name}, or --log-to none"
         ) from None
 
 
@@ -150,8 +147,6 @@ def open_tensorboard(path: Path, identity: State, step: int, say: Say) -> LogNum
     # An earlier process of this run may have logged later steps. Purge them, because these steps
     # will be repeated.
     writer = SummaryWriter(str(folder), purge_step=step + 1)
-    flags = (f"    {name} = {value}" for name, value in identity["args"].items())
-    writer.add_text("flags", "\n".join(flags), step + 1)
     say(f"log      {folder}: tensorboard --logdir {path.parent} shows it")
 
     def log(numbers: dict[str, float], step: int) -> None:
@@ -191,8 +186,7 @@ def finish_wandb() -> None:
     ends the log. But if a run has several processes, a process with an error calls no exit handler.
     So every run calls this function."""
     if wandb := sys.modules.get("wandb"):
-        with suppress(Exception):  # a lost network must not change the exit code
-            wandb.finish()
+        wandb.finish()
 
 
 LOGGER_OPENERS = {"tensorboard": open_tensorboard, "wandb": open_wandb}
@@ -202,30 +196,28 @@ def open_external_logger(settings: Settings, identity: State, step: int, say: Sa
     """Return the writer for the logger of --log-to. The writer logs all finite numbers of a record.
 
     `step`: the last step that is done. `say`: prints a line. The network, the disk or the service
-    may fail, now or later. The first failure prints one warning and ends the log. The run continues
-    without the log.
+    may fail, now or later. Then this function, or the writer, raises SaveError.
     """
-    log: LogNumbers | None = None
+    name = settings.log_to
 
-    def attempt(function: Callable, *arguments: object) -> Any:
-        nonlocal log
+    def call(function: Callable, *arguments: object) -> Any:
         try:
             return function(*arguments)
-        except Exception as error:
-            log = None
+        except Exception as error:  # the loggers raise errors of many libraries
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            say(f"warning  --log-to {settings.log_to} ended ({reason}); metrics.jsonl goes on")
+            way_out = "try again, or leave it out with --log-to none"
+            raise SaveError(f"--log-to {name}: {reason}; {way_out}", exit_code=3) from None
+
+    log = call(LOGGER_OPENERS[name], settings.checkpoint_path, identity, step, say)
 
     def write(record: LogRecord) -> None:
         numbers = {
-            name: value
-            for name, value in record.items()
-            if name != "step" and isinstance(value, int | float) and math.isfinite(value)
+            key: value
+            for key, value in record.items()
+            if key != "step" and isinstance(value, int | float) and math.isfinite(value)
         }
-        if log:
-            attempt(log, numbers, record["step"])
+        call(log, numbers, record["step"])
 
-    log = attempt(LOGGER_OPENERS[settings.log_to], settings.checkpoint_path, identity, step, say)
     return write
 
 
@@ -234,22 +226,16 @@ def open_external_logger(settings: Settings, identity: State, step: int, say: Sa
 
 def format_line(record: LogRecord, num_steps: int) -> str:
     """Return the log line for the user: fields of a record in a fixed order."""
-    parts = [
-        f"step {record['step']:>{len(str(num_steps))}}/{num_steps}",
-        f"epoch {record['epoch']:.2f}",
-        f"lr {record['lr']:.2e}",
-        f"loss {format_loss_and_perplexity(record['train_loss'])}",
-        *([f"val {format_validation(record)}"] if "val_loss" in record else []),
-        f"{record['step_ms']:.1f} ms/step",
-        f"{record['tokens_per_s']:,.0f} tok/s",
-    ]
-    if record["eta_s"] is not None:
-        parts.append(f"eta {format_time(record['eta_s'])}")
-    if (peak := record["peak_memory_bytes"]) is not None:
-        share = record.get("peak_memory_share")  # only for a GPU
-        of_card = f" ({share:.1%} of the card)" if share is not None else ""
-        parts.append(f"peak {format_bytes(peak)} {record['peak_memory_kind']}{of_card}")
-    return " | ".join(parts)
+    peak, share = record["peak_memory_bytes"], record.get("peak_memory_share")  # (of a GPU)
+    of_card = "" if share is None else f" ({share:.1%} of the card)"
+    return (
+        f"step {record['step']:>{len(str(num_steps))}}/{num_steps} | epoch {record['epoch']:.2f} | "
+        f"lr {record['lr']:.2e} | loss {format_loss_and_perplexity(record['train_loss'])} | "
+        + (f"val {format_validation(record)} | " if "val_loss" in record else "")
+        + f"{record['step_ms']:.1f} ms/step | {record['tokens_per_s']:,.0f} tok/s | "
+        f"eta {format_time(record['eta_s'])}"
+        + (f" | peak {format_bytes(peak)} {record['peak_memory_kind']}{of_card}" if peak else "")
+    )
 
 
 def format_loss_and_perplexity(loss: float) -> str:

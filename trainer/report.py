@@ -56,6 +56,9 @@ def describe_run(run: Run, plan: str, origin: SnapshotOrPretrained) -> str:
         settings.num_steps * run.global_micro_batches_per_step
     )
     tokens = settings.num_steps * settings.tokens_per_step(process.layout.replicas)
+    on_cpu = process.device.type == "cpu"
+    built_for = torch.version.cuda if on_cpu and settings.device == "auto" else None
+    gpt2_ids_on_cpu = on_cpu and config.vocab_size == 50257 and settings.tokenizer_name is None
     lines = [
         f"data     {run.data.description}",
         f"model    {n_parameters:,} parameters: {describe_model(config)}",
@@ -67,40 +70,30 @@ def describe_run(run: Run, plan: str, origin: SnapshotOrPretrained) -> str:
     ]
     if isinstance(origin, Pretrained):
         lines.insert(2, f"weights  {origin.path}, {origin.description}")
-    on_cpu = process.device.type == "cpu"
-    if on_cpu and config.vocab_size == 50257 and settings.tokenizer_name is None:
-        lines.append(
-            "note     GPT-2's vocabulary makes a small model about 15 times slower on a CPU: "
-            "--tokenizer-name bpe trains one on your text"
-        )
-    if on_cpu and settings.device == "auto" and torch.version.cuda:
-        lines.append(
-            f"note     PyTorch, built for CUDA {torch.version.cuda}, finds no GPU: if there is "
-            "one, is its driver new enough (see nvidia-smi)? --device cpu hides this note"
-        )
-    if settings.compile:
-        lines.append("compile  the first step waits for the compiler, a minute or more")
-    more = (
-        resume_lines(run, origin) if isinstance(origin, LoadedSnapshot) else archive_note_lines(run)
-    )
-    return "\n".join(lines + more)
+    notes = {  # line -> whether it is printed
+        "note     GPT-2's vocabulary makes a small model about 15 times slower on a CPU: "
+        "--tokenizer-name bpe trains one on your text": gpt2_ids_on_cpu,
+        f"note     PyTorch, built for CUDA {built_for}, finds no GPU: if there is one, is its "
+        "driver new enough (see nvidia-smi)? --device cpu hides this note": built_for,
+        "compile  the first step waits for the compiler, a minute or more": settings.compile,
+    }
+    lines += [line for line, applies in notes.items() if applies]
+    if isinstance(origin, LoadedSnapshot):
+        return "\n".join(lines + resume_lines(run, origin))
+    return "\n".join(lines + archive_note_lines(run))
 
 
 def describe_device(run: Run) -> str:
     """Return device and precision as text: "cpu (2 threads; another number of threads rounds sums
     differently), bfloat16"."""
-    device, hardware = run.process.device, ""
+    device, threads = run.process.device, run.snapshot_metadata["threads"]
+    allocator = [f"; {key}={os.environ[key]}" for key in ALLOCATOR_VARIABLES if key in os.environ]
+    hardware = ""
     if device.type == "cuda":
-        settings = [
-            f"; {name}={os.environ[name]}" for name in ALLOCATOR_VARIABLES if name in os.environ
-        ]
-        hardware = f" ({torch.cuda.get_device_name(device)}{''.join(settings)})"
+        hardware = f" ({torch.cuda.get_device_name(device)}{''.join(allocator)})"
     elif device.type == "cpu":
-        threads = run.snapshot_metadata["threads"]
-        hardware = (
-            f" ({threads} thread{'s' if threads > 1 else ''}; "
-            "another number of threads rounds sums differently)"
-        )
+        rounding = "another number of threads rounds sums differently"
+        hardware = f" ({threads} thread{'s' if threads > 1 else ''}; {rounding})"
     in_tf32 = run.settings.tf32 and device.type == "cuda" and run.precision == torch.float32
     precision = str(run.precision).removeprefix("torch.")
     return f"{device.type}{hardware}, {precision}{', matmuls in TF32' if in_tf32 else ''}"
@@ -123,19 +116,18 @@ def archive_note_lines(run: Run) -> list[str]:
 def resume_lines(run: Run, origin: LoadedSnapshot) -> list[str]:
     """Return lines about a resumed run: its snapshot, its step, and what has changed since the
     save."""
-    lines = [f"resume   {origin.fallback_reason}"] if origin.fallback_reason else []
-    lines.append(f"resume   {origin.path}, step {run.step:,}")
-    saved, now = origin.state, run.snapshot_metadata
-    if run.step < run.settings.num_steps:  # with no step left, no change has an effect
-        if changed := describe_each_change(saved, now):
-            lines.append(f"resume   changed, from here on: {', '.join(changed)}")
-    if validation_key(saved) != validation_key(now):
-        best = sibling_path(run.settings.checkpoint_path, ".best.pt")
-        lines.append(
-            "resume   the validation windows are others than before: the next validation loss "
-            f"counts as the lowest so far and replaces {best}"
-        )
-    return lines
+    saved, now, reason = origin.state, run.snapshot_metadata, origin.fallback_reason
+    # With no step left, no change has an effect.
+    changed = describe_each_change(saved, now) if run.step < run.settings.num_steps else []
+    best = sibling_path(run.settings.checkpoint_path, ".best.pt")
+    lines = {  # line -> whether it is printed
+        f"resume   {reason}": reason,
+        f"resume   {origin.path}, step {run.step:,}": True,
+        f"resume   changed, from here on: {', '.join(changed)}": changed,
+        "resume   the validation windows are others than before: the next validation loss counts "
+        f"as the lowest so far and replaces {best}": validation_key(saved) != validation_key(now),
+    }
+    return [line for line, applies in lines.items() if applies]
 
 
 def resume_command(run: Run, path: Path | None = None) -> str:
@@ -150,11 +142,9 @@ def generate_command(run: Run) -> str:
     """Return the command that generates text with the run's snapshot."""
     # The folder of the project; "" if the project is in the current folder.
     folder = os.path.dirname(run.process.command[-1])
-    tool = (
-        [os.path.join(folder, "scripts", "generate.py")] if folder else ["-m", "scripts.generate"]
-    )
     flags = to_words({"checkpoint_path": run.settings.checkpoint_path})
-    return shlex.join(["python", *tool, *flags])
+    command = shlex.join(["python", "-m", "scripts.generate", *flags])
+    return f"PYTHONPATH={shlex.quote(folder)} {command}" if folder else command
 
 
 def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
@@ -268,24 +258,23 @@ def describe_result(
     `record`: the last log record. `sample`: generated text, or "". `seconds_before`: time before
     the first step. `seconds`: total time. All processes must call this together.
     """
-    settings = run.settings
-    tokens = settings.tokens_per_step(run.process.layout.replicas)
-    speed = f"{run.clock.steps_per_second() * tokens:,.0f} tokens/s"
+    settings, clock, best = run.settings, run.clock, ""
     usage = peak_memory_fields(run.process.device)
-    peak = f"{format_bytes(usage['peak_memory_bytes'] or 0)} ({usage['peak_memory_kind']})"
-    best = sibling_path(settings.checkpoint_path, ".best.pt")
-    lowest = f", lowest validation loss: {best}" if best.exists() else ""
+    if (path := sibling_path(settings.checkpoint_path, ".best.pt")).exists():
+        best = f", lowest validation loss: {path}"
+    tokens = clock.steps * settings.tokens_per_step(run.process.layout.replicas)
     lines = [
+        *(["", "sample"] if sample else []),
+        *("    " + line for line in sample.splitlines()),
         "",
         f"train    {describe_recent_loss(run, record)}",
         f"val      loss {format_validation(record)}",
         # If this process ran no step, because only an evaluation was left, there is no speed.
-        *([f"speed    {speed}"] if run.clock.steps else []),
-        f"memory   peak {peak}{describe_out_of_memory_retries(run)}",
+        *([f"speed    {tokens / clock.training_seconds():,.0f} tokens/s"] if tokens else []),
+        f"memory   peak {format_bytes(usage['peak_memory_bytes'] or 0)} "
+        f"({usage['peak_memory_kind']}){describe_out_of_memory_retries(run)}",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",
-        f"saved    {settings.checkpoint_path}{lowest}",
+        f"saved    {settings.checkpoint_path}{best}",
         f"next     {generate_command(run)}",
     ]
-    if sample:
-        lines = ["", "sample", *("    " + line for line in sample.splitlines()), *lines]
     return "\n".join(lines)

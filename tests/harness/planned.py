@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from cases.shapes import CONFIG, PRECISIONS, T
+from harness.live_storages import LiveStorages
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,7 +14,6 @@ from memory import MemorySavingGPT, head, offload
 from model import MiniGPTConfig
 from planner import Card, Planner, step
 from trainer import optimizer, plan
-from trainer.clocks import LiveStorages
 from trainer.process import OneProcess
 from trainer.reproducible_sums import GradientTree
 

@@ -30,6 +30,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from cases.shapes import CONFIG, WIDE, T  # noqa: E402
 from harness.changed import put_in  # noqa: E402
+from harness.live_storages import LiveStorages  # noqa: E402
 from harness.runs import TINY, parse, same  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
@@ -42,7 +43,6 @@ from train_ddp import DDPProcess  # noqa: E402
 from train_fsdp import FSDPProcess  # noqa: E402
 from train_sp import SPProcess  # noqa: E402
 from trainer.check_model import check_model, make_model_without_memory  # noqa: E402
-from trainer.clocks import LiveStorages  # noqa: E402
 from trainer.optimizer import make_optimizer  # noqa: E402
 from trainer.process import OneProcess  # noqa: E402
 from trainer.reproducible_sums import GradientTree  # noqa: E402

@@ -10,12 +10,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from harness.live_storages import LiveStorages
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import train_minimal
 import trainer.run
-from trainer.clocks import LiveStorages
 from trainer.plan import Plan
 from trainer.run import Run
 from trainer.shutdown import run_safely
