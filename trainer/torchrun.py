@@ -20,7 +20,6 @@ import torch.distributed as dist
 from data.errors import MiniGPTError
 from planner import Layout
 
-from .bootstrap import end_with_torchrun
 from .device import choose_device
 from .flags import print_error
 from .process import OneProcess, T
@@ -81,12 +80,7 @@ class TorchrunProcess(OneProcess):
         """
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             return None
-        store = dist.TCPStore(self.address, self.port, is_master=False, timeout=self.timeout)
-        # If the torchrun of this process is dead, the port and the store may belong to a later
-        # torchrun. So end this process if its torchrun is dead. (On the first machine this check is
-        # enough: a living torchrun keeps its port, so no later torchrun can have the port.)
-        end_with_torchrun()
-        return store
+        return dist.TCPStore(self.address, self.port, is_master=False, timeout=self.timeout)
 
     def remember_failed_policy(self, policy: str) -> None:
         if self.store is not None:
