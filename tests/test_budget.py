@@ -1,13 +1,9 @@
 """What `auto` may take if nobody says: most of what is free, by the tightest limit there is."""
 
-import math
-import os
-
 import pytest
 import torch
 
-from trainer.bootstrap import cpu_quota
-from trainer.device import MemoryBudget, budget_on, free_memory, total_memory
+from trainer.device import MemoryBudget, budget_on, free_and_total_memory
 
 CPU = torch.device("cpu")
 
@@ -32,7 +28,6 @@ GROUPS, IN_CONTAINER = "/proc/self/cgroup", {"/proc/self/cgroup": "0::/\n"}
 STATISTICS = "/sys/fs/cgroup/memory.stat"
 LIMIT, USED = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"
 JOB = "/sys/fs/cgroup/slurm/job"
-OLD_CPU, OLD = "/sys/fs/cgroup/cpu,cpuacct", "/sys/fs/cgroup/memory/slurm/memory"
 
 
 @pytest.mark.parametrize(
@@ -40,17 +35,7 @@ OLD_CPU, OLD = "/sys/fs/cgroup/cpu,cpuacct", "/sys/fs/cgroup/memory/slurm/memory
     [
         ({}, 2_048_000, 9_216_000),
         (IN_CONTAINER | {LIMIT: "1500000\n", USED: "500000\n"}, 1_000_000, 1_500_000),
-        (IN_CONTAINER | {LIMIT: "1500000\n"}, 2_048_000, 1_500_000),
         (IN_CONTAINER | {LIMIT: "1500000", USED: "500000", STATISTICS: CACHED}, 1_200_000, 1500000),
-        # swap is slow, but no reason to refuse a run
-        ({"/proc/meminfo": MEMINFO + "SwapTotal: 1000 kB\n"}, 2_048_000, 10_240_000),
-        # A limit of the address space
-        (
-            {"/proc/self/limits": "Limit Soft Hard\nMax address space 3000000 unlimited bytes\n"}
-            | {"/proc/self/status": "VmSize:\t 1000 kB\n"},
-            1_976_000,
-            3_000_000,
-        ),
         # The limit of a group above the process's own
         (
             {GROUPS: "0::/slurm/job/step\n", f"{JOB}/memory.max": "900000\n"}
@@ -58,60 +43,22 @@ OLD_CPU, OLD = "/sys/fs/cgroup/cpu,cpuacct", "/sys/fs/cgroup/memory/slurm/memory
             800_000,
             900_000,
         ),
-        # Control groups of version 1, without a limit of the lowest one
-        (
-            {GROUPS: "3:cpu,cpuacct:/x\n2:memory:/slurm/job\n0::/\n", f"{OLD}.stat": "x 1\n"}
-            | {f"{OLD}.limit_in_bytes": "700000\n", f"{OLD}.usage_in_bytes": "600000\n"}
-            | {"/sys/fs/cgroup/memory/slurm/job/memory.limit_in_bytes": "9223372036854771712\n"},
-            100_000,
-            700_000,
-        ),
     ],
 )
 def test_on_linux_the_tightest_limit_counts(machine, files, free, total):
     root = machine({"/proc/meminfo": MEMINFO} | files)
-    assert (free_memory(CPU, root), total_memory(CPU, root)) == (free, total)
+    assert free_and_total_memory(CPU, root) == (free, total)
 
 
-@pytest.mark.parametrize(
-    ("files", "cores"),
-    [
-        ({}, math.inf),
-        ({GROUPS: "0::/job\n", "/sys/fs/cgroup/job/cpu.max": "max 100000\n"}, math.inf),
-        (
-            {GROUPS: "0::/job/step\n", "/sys/fs/cgroup/job/cpu.max": "250000 100000\n"}
-            | {"/sys/fs/cgroup/job/step/cpu.max": "400000 100000\n"},
-            2.5,
-        ),
-        (
-            {
-                GROUPS: "4:cpu,cpuacct:/job\n",
-                "/sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "-1",
-            }
-            | {"/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "50000\n"}
-            | {"/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n"},
-            0.5,
-        ),
-    ],
-)
-def test_a_quota_of_a_group_limits_the_threads(machine, files, cores):
-    assert cpu_quota(machine(files)) == cores
-
-
-def test_elsewhere_it_is_what_is_built_in_or_nobody_knows(machine, monkeypatch):
-    known = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}
-    monkeypatch.setattr(os, "sysconf", known.__getitem__)
-    root = machine({"/proc/meminfo": "MemTotal: 9000 kB\n"})  # an old kernel
-    assert free_memory(CPU, root) == 4_096_000
-    machine({"/proc/meminfo": ""})
-    monkeypatch.delattr(os, "sysconf")
-    assert free_memory(CPU, root) is None
-    monkeypatch.setattr("trainer.device.free_memory", lambda device: None)
+def test_elsewhere_it_is_unknown(machine, monkeypatch):
+    assert free_and_total_memory(CPU, machine({})) == (None, None)
+    monkeypatch.setattr("trainer.device.free_and_total_memory", lambda device: (None, None))
     assert budget_on(CPU).usable_bytes is None
 
 
 def test_a_tenth_stays_free(monkeypatch):
-    monkeypatch.setattr("trainer.device.free_memory", lambda device: 2_048_000)
+    known = (2_048_000, 9_216_000)
+    monkeypatch.setattr("trainer.device.free_and_total_memory", lambda device: known)
     assert budget_on(CPU).usable_bytes == 1_843_200
     assert budget_on(CPU, processes=2).usable_bytes == 921_600  # they share
     # As somebody says.

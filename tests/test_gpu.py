@@ -30,7 +30,7 @@ from planner import Planner
 from scripts import generate
 from scripts.benchmark import make_run, timed_step
 from trainer.clocks import PeakMemoryClock
-from trainer.device import choose_precision, without_margin
+from trainer.device import MemoryBudget, choose_precision
 from trainer.plan import Plan
 from trainer.process import OneProcess
 from trainer.reproducible_sums import pairwise_all_reduce_hook
@@ -179,7 +179,7 @@ def test_what_fits_runs_and_what_does_not_says_the_way_out(policy, tmp_path, cap
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
         request.addfinalizer(lambda: torch.cuda.set_per_process_memory_fraction(1.0))
-    fits = planner.largest_batch(without_margin(limit, DEVICE.type), 1, recompute=policy)
+    fits = planner.largest_batch(MemoryBudget(limit, DEVICE.type).usable_bytes, 1, recompute=policy)
     flags = f"--batch-size={fits}", f"--use-activation-checkpoint={policy}"
     assert fits > 0 and train_on_it(path, *flags) == 0
     more = f"--batch-size={2 * fits + 2}", "--on-out-of-memory=stop"

@@ -102,8 +102,9 @@ def machine(monkeypatch):
     """machine(total, free): what the device has; free for tensors."""
 
     def make(total: int, free: int) -> None:
-        monkeypatch.setattr("trainer.plan.total_memory", lambda device: total)
-        monkeypatch.setattr("trainer.device.free_memory", lambda device: room_for(free).limit_bytes)
+        known = (room_for(free).limit_bytes, total)
+        for file in ("plan", "device"):
+            monkeypatch.setattr(f"trainer.{file}.free_and_total_memory", lambda device: known)
 
     return make
 

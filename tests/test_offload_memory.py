@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from memory import POLICY_NAMES, offload
 from planner import Layout
+from trainer.device import MemoryBudget
 from trainer.metrics import format_bytes
 from trainer.plan import plan_run
 from trainer.process import OneProcess
@@ -55,10 +56,11 @@ X = 8 * 32 * 16 * 4  # bytes of the residual stream: of four blocks, three are m
 @pytest.mark.slow
 def test_the_memory_of_a_cpu_is_part_of_the_room(monkeypatch, everything_travels):
     process = OneProcess(torch.device("cuda"), Layout(local_world_size=3))
-    monkeypatch.setattr("trainer.device.without_margin", lambda room, device_type: int(room))
+    monkeypatch.setattr(MemoryBudget, "margin", (0, "nothing"))
     monkeypatch.setattr("trainer.plan.choose_card", lambda *_: None)
-    for name in ("plan.total_memory", "device.free_memory"):
-        monkeypatch.setattr(f"trainer.{name}", lambda d: 9 * X - 3 if d.type == "cpu" else 2**26)
+    known = {"cpu": (9 * X - 3, 9 * X - 3), "cuda": (2**26, 2**26)}
+    for file in ("plan", "device"):
+        monkeypatch.setattr(f"trainer.{file}.free_and_total_memory", lambda d: known[d.type])
     *_, words = plan_run(parse(f"{SHAPE} {FLAGS}"), 61, process, torch.float32)
     (line,) = words.splitlines()[1:]
     assert line.startswith(f"warning  each process needs {3 * X / 1024:.1f} KiB of CPU memory")

@@ -55,8 +55,8 @@ def of_plan_memory(flags: str, folder) -> str | None:
 
 
 def of_auto(flags: str, monkeypatch) -> str | None:
-    monkeypatch.setattr("trainer.plan.total_memory", lambda device: 2**60)
-    monkeypatch.setattr("trainer.device.free_memory", lambda device: 2**60)
+    for file in ("plan", "device"):
+        monkeypatch.setattr(f"trainer.{file}.free_and_total_memory", lambda device: (2**60, 2**60))
     auto = parse(f"{flags} --use-activation-checkpoint auto")
     process = OneProcess(torch.device("cuda"))
     try:

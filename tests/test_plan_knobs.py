@@ -179,8 +179,8 @@ def test_plan_memory_and_auto_name_them(monkeypatch):
     budget = budget_for(least + (plain.peak - least) / 4)
     answer = answers.ask(f"{WIDE} {CARD} {budget}")
     (line,) = re.findall(r"\n\nnote     (2 x 12 .* % faster .*)\n\n", answer.out)
-    for of in ("plan.total_memory", "device.free_memory"):
-        monkeypatch.setattr(f"trainer.{of}", lambda device: 2**60)
+    for file in ("plan", "device"):
+        monkeypatch.setattr(f"trainer.{file}.free_and_total_memory", lambda device: (2**60, 2**60))
     auto = parse(f"{SHAPE} {WIDE} {CARD} {budget} --use-activation-checkpoint auto")
     fits, more = (dealt(plain, size).peak for size in (12, 24))
     assert fits <= answer.json["safe_bytes"] < more

@@ -16,7 +16,7 @@ from planner.roofline import LINKS
 from planner.shards import gathered_bytes
 from scripts import plan_memory
 from scripts.plan_table import cost, digits, format_time, recommend
-from trainer.device import MemoryBudget, without_margin
+from trainer.device import MemoryBudget
 from trainer.flags import byte_count
 from trainer.metrics import format_bytes
 from trainer.plan import plans_to_try
@@ -260,7 +260,7 @@ def test_this_machine_is_measured(monkeypatch):
         plan_memory.parse(["--card=This machine", "--device=cpu"])
     )
     assert plan.card is mine and plan.device.type == "cpu" and plan.memory_budget.is_free
-    assert plan.usable_bytes == without_margin(plan.memory_budget.limit_bytes, "cpu")
+    assert plan.usable_bytes == int(0.9 * plan.memory_budget.limit_bytes)
     said = plan_memory.describe_target(plan, seconds)
     assert re.search(r"^card     H100: .*, measured in [\d.]+ s; times are", said, re.M)
 

@@ -299,47 +299,35 @@ def test_one_that_hangs_ends_the_job(tmp_path):
 
 
 # Python runs this before anything else. Processes of the first torchrun wait here, before they
-# import WAITS_FOR, until the test lets them go on: as on a machine so busy that it takes long.
+# import torch: as on a machine so busy that it takes long.
 SLOW_IMPORTS = """
 import os, sys, time
 
 class Wait:
     def find_spec(name, path, target=None):
-        if name == os.environ["WAITS_FOR"]:
+        if name == "torch":
             open(f"{waits}/{os.getpid()}", "w").close()
-            while os.path.exists(waits) and not os.path.exists(f"{waits}/go on"):
+            while os.path.exists(waits):
                 time.sleep(0.01)
 
 if (waits := os.environ.get("WAITS")) and "RANK" in os.environ:
     sys.meta_path.insert(0, Wait)
-"""
-# A script between torchrun and Python: it stays Python's parent when torchrun is gone.
-WRAPPER = """#!/bin/sh
-"$PYTHON" "$@"
-exit $?
 """
 
 
 @slow
 @only_linux
 @row("torchrun killed with")
-@pytest.mark.parametrize(
-    ("at", "wrapped"), [("trainer", 0), ("trainer", 1), ("torch", 0), ("torch", 1)]
-)
-def test_orphans_do_not_take_the_place_of_the_next_run(tmp_path, thorough, at, wrapped):
-    """torchrun dies before the first lines of its processes run, or, unseen, later; and is started
-    again at once, on the same port: its store is there when they look for their own."""
-    wrapper = tmp_path / "wrapper.sh"
-    wrapper.write_text(WRAPPER)
-    wrapper.chmod(0o755)
+def test_orphans_do_not_take_the_place_of_the_next_run(tmp_path, thorough):
+    """torchrun dies while its processes import torch; and is started again at once, on the same
+    port: its store is there when they look for their own."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORTS)
-    script = f"--no-python {wrapper} train_ddp.py" if wrapped else "train_ddp.py"
     for turn in range(20 if thorough else 1):
         path, waits = tmp_path / f"{turn}.pt", tmp_path / f"waits {turn}"
         waits.mkdir()
-        command = by_torchrun(path, script=script, launch=f"--master-port={free_port()}")
+        command = by_torchrun(path, script="train_ddp.py", launch=f"--master-port={free_port()}")
         command.remove("--standalone")
-        env = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHON": sys.executable, "WAITS_FOR": at}
+        env = os.environ | {"PYTHONPATH": str(tmp_path)}
         waiting = env | {"WAITS": str(waits)}
         first = subprocess.Popen(command, cwd=ROOT, env=waiting, start_new_session=True)
         wait_until(lambda waits=waits: len(list(waits.iterdir())) == 2, "two that wait")
@@ -347,12 +335,9 @@ def test_orphans_do_not_take_the_place_of_the_next_run(tmp_path, thorough, at, w
         first.wait()
         orphans = [int(file.name) for file in waits.iterdir()]
         gone = lambda orphans=orphans: not any(map(is_alive, orphans))  # noqa: E731
-        if at == "torch" and not wrapped:  # the system ends them, whatever they are doing
-            wait_until(gone, "end of both", 5)
+        wait_until(gone, "end of both", 5)  # the system ends them, whatever they are doing
         second = subprocess.Popen(command, cwd=ROOT, env=env)
         try:
-            (waits / "go on").touch()
-            wait_until(gone, "end of both", 5 if at == "trainer" else DEADLINE)
             assert second.wait(DEADLINE) == 0 and snapshot(path)["step"] == 20
         finally:
             second.kill()

@@ -9,9 +9,6 @@ test_reliability.py.)
 import os
 import shutil
 import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from unittest.mock import Mock
@@ -27,13 +24,12 @@ from data.errors import MiniGPTError
 from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
 from train_sp import SPProcess
-from trainer import bootstrap
 from trainer.build import FactByName, consistency_facts, raise_if_ranks_differ
 from trainer.device import MemoryBudget
 from trainer.plan import plan_run
 from trainer.process import OneProcess
 from trainer.snapshot import LoadedSnapshot
-from trainer.torchrun import TorchrunProcess, agree_on_key, peer_failure_message
+from trainer.torchrun import TorchrunProcess, peer_failure_message
 
 slow = pytest.mark.slow
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -195,50 +191,6 @@ def test_gradients_travel_once_a_step(tmp_path, script, flags, expected):
 # ---- They meet
 
 
-def test_each_attempt_meets_under_a_name_of_its_own():
-    """Whoever comes first finds what the attempt before has left, and must not take it."""
-    store, names, how = dist.HashStore(), set(), (2, timedelta(seconds=30))
-    for attempt in range(1, 4):
-        with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(agree_on_key, store, attempt % 2, *how)
-            time.sleep(0.2)
-            assert agree_on_key(store, 1 - attempt % 2, *how) == first.result()
-        names.add(first.result())
-        assert len(names) == attempt
-
-
-TORCHRUN = "(pt_elastic) S {} 7"
-
-
-@pytest.mark.parametrize(
-    ("lives", "processes"),
-    [
-        (True, {40: TORCHRUN.format(9)}),
-        (True, {1: TORCHRUN.format(0)}),  # in a container
-        (True, {50: "(wrap.sh) S 40", 40: TORCHRUN.format(1), 1: "(init) S 0"}),
-        (True, {50: "(odd) name) S 40", 40: "(python) S 1"}),  # 40 has loaded torch
-        (True, {0: ""}),  # the parent is outside of this container
-        (False, {1: "(init) S 0"}),
-        (False, {60: "(slurmstepd) S 1", 1: "(init) S 0"}),  # it takes in orphans, too
-        (False, {50: "(wrap.sh) S 1", 1: "(init) S 0"}),
-        (False, {2: ""}),  # another user's, and hidden
-    ],
-)
-def test_torchrun_is_found_above(monkeypatch, lives, processes):
-    """Above a process, the first of these, whatever stands between them. Without /proc, as on
-    macOS, process 1 takes in orphans, and no other. (Real ones that are killed:
-    test_reliability.py.)"""
-    files = {f"/proc/{pid}/stat": f"{pid} {rest}" for pid, rest in processes.items() if rest}
-    files["/proc/40/maps"] = "7f00-7f01 r--p 0 fe:00 1 /site-packages/torch/lib/libtorch_cpu.so\n"
-    parent = next(iter(processes))
-    monkeypatch.setattr(os, "getppid", lambda: parent)
-    monkeypatch.setattr(os.path, "exists", lambda path: True)
-    monkeypatch.setattr(bootstrap, "read_or_empty", lambda path: files.get(path, ""))
-    assert bootstrap.torchrun_lives() == lives
-    monkeypatch.setattr(os.path, "exists", lambda path: False)
-    assert bootstrap.torchrun_lives() == (parent != 1)
-
-
 @pytest.mark.parametrize(("kind", "depth"), [(DDPProcess, 3), (FSDPProcess, 3), (SPProcess, 4)])
 def test_no_process_takes_back_what_one_above_it_has_changed(kind, depth):
     """On the way down from OneProcess, a flag or a method has each value once."""
@@ -300,7 +252,6 @@ OF_NCCL, IN_VAIN, ENDED = dist.DistBackendError, "waited 5 s for the others in v
     [
         (OF_NCCL(WATCHDOG), IN_VAIN),
         (OF_NCCL(f"{ABORTED}Original reason for failure was: {WATCHDOG}"), IN_VAIN),
-        (TimeoutError(), IN_VAIN),
         (OF_NCCL(OTHER_END), "ended (socketProgress: Connection closed by remote peer node1<4242>"),
         (OF_NCCL(ABORTED), "ended (NCCL communicator was aborted on rank 0"),
         (dist.DistNetworkError("recv failed"), ENDED),
@@ -344,7 +295,8 @@ def test_other_data(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("theirs", "chosen"), [(1 << 30, "none"), (400_000, "less")])
 def test_the_smallest_budget_counts(monkeypatch, theirs, chosen):
-    monkeypatch.setattr("trainer.device.free_memory", lambda device: 1 << 30)
+    known = (1 << 30, 1 << 31)
+    monkeypatch.setattr("trainer.device.free_and_total_memory", lambda device: known)
     args = parse(*TINY, "--use-activation-checkpoint=auto --batch-size=8 --no-amp")
     process = OneProcess(CPU)
     process.has_own_recompute_policy = False  # as with shards

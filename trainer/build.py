@@ -22,7 +22,6 @@ from .device import (
     check_gather_dtype_flag,
     choose_precision,
     compile_blocks,
-    import_compiler,
     set_matmul_precision,
 )
 from .flags import flag
@@ -101,7 +100,6 @@ def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrai
     `origin`: the snapshot or the pretrained weights from which the run starts; None: draw random
     weights. Raises as `set_up_from_settings`.
     """
-    import_compiler()
     resumed = origin if isinstance(origin, LoadedSnapshot) else None
     device, precision = process.device, choose_precision(settings, process.device)
     set_matmul_precision(device, settings.tf32)

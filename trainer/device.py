@@ -1,8 +1,10 @@
 """Choose the device and the precision of a run; find out how much memory a process may use."""
 
 import os
+import re
 import warnings
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -11,7 +13,6 @@ from data.errors import MiniGPTError
 from memory import MemorySavingGPT
 from model import MiniGPT
 
-from .bootstrap import read_control_groups, read_or_empty
 from .metrics import format_bytes
 from .settings import Settings
 
@@ -23,20 +24,12 @@ GENERATION_KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# Name of the cached files in the statistics of a control group; its files: limit of memory, use of
-# memory, statistics. Version 2, then version 1.
-CGROUP_MEMORY_NAMES = (
-    ("inactive_file", "memory.max", "memory.current", "memory.stat"),
-    ("total_inactive_file", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
-)
 
 
 def is_available(kind: str) -> bool:
-    """Return True if torch finds a device of type `kind` ("cpu", "cuda" or "mps") on this
+    """Return True if torch finds a device of type `kind` ("auto", "cpu", "cuda" or "mps") on this
     machine."""
-    if kind == "mps":
-        return torch.backends.mps.is_available()
-    return kind != "cuda" or torch.cuda.is_available()
+    return kind in ("auto", "cpu") or torch.get_device_module(kind).is_available()
 
 
 def choose_device(name: str) -> torch.device:
@@ -102,13 +95,10 @@ def set_matmul_precision(device: torch.device, tf32: bool) -> None:
     """
     if device.type != "cuda":
         return
-    # Since 2.9 torch recommends the newer setting fp32_precision, but torch.compile fails with it
-    # (pytorch#166387).
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Please use the new API settings")
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    # In every run the compiler prints advice to enable TF32. Hide it, because --tf32 decides.
-    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores .* not enabled. Consider")
+    # torch recommends the newer setting fp32_precision, but torch.compile fails with it
+    # (pytorch#166387). The compiler also advises to enable TF32, but --tf32 decides.
+    warnings.filterwarnings("ignore", "Please use the new API settings|TensorFloat32 tensor cores")
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # cuBLAS may split a long sum, such as the sum over the vocabulary in the head's backward, into
     # parts for several GPU cores. By default it may add up the parts with the precision of the
     # result, which is only 8 bits (bfloat16) or 11 bits (float16). Forbid this: see "Numerical
@@ -119,9 +109,8 @@ def set_matmul_precision(device: torch.device, tf32: bool) -> None:
 
 def cpu_has_bfloat16() -> bool:
     """Return whether this CPU has instructions for bfloat16 matmuls (AVX512-BF16 or AMX)."""
-    # torch has no public functions for this yet.
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+    # torch 2.11 has no public functions for this.
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def compile_blocks(model: MemorySavingGPT) -> None:
@@ -146,18 +135,6 @@ def compile_blocks(model: MemorySavingGPT) -> None:
     model.compiled_softmax = True
 
 
-def import_compiler() -> None:
-    """Import torch's compiler, which torch imports at some later place in every run. There an error
-    would be hard to understand. Raises MiniGPTError if its cache folder cannot be made."""
-    try:
-        import torch._dynamo  # noqa: F401
-    except OSError as error:
-        raise MiniGPTError(
-            f"TORCHINDUCTOR_CACHE_DIR: torch's compiler cannot make its cache: {error}; name "
-            "a folder that can be written"
-        ) from None
-
-
 def check_compiler(device: torch.device) -> None:
     """Compile a small function. Raises MiniGPTError if torch.compile does not work on this machine:
     it needs a C++ compiler or Triton, and a folder for its results."""
@@ -179,53 +156,49 @@ def is_compiled(model: MiniGPT) -> bool:
 # ---- memory
 
 
-def free_memory(device: torch.device, root: str = "/") -> int | None:
-    """Return the free memory of the device in bytes; None if unknown. `root`: folder with the
-    folders proc and sys."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return min((free for _, free in cpu_memory(root) if free is not None), default=None)
+def free_and_total_memory(
+    device: torch.device, root: str = "/"
+) -> tuple[int, int] | tuple[None, None]:
+    """Return the free and the total memory of the device in bytes; (None, None): unknown.
 
+    For a CPU these are the figures of the machine, or of the tightest limit on this process (a
+    control group's memory.max, as for a container or a job of a cluster). They are known on Linux
+    only. Cached files count as free, because the kernel drops them when memory is needed.
 
-def total_memory(device: torch.device, root: str = "/") -> int | None:
-    """Return the total memory of the device in bytes; None if unknown. For a CPU this is the memory
-    of the machine, or the tightest of the limits of this process. `root`: as above."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory()
-    return min((total for total, _ in cpu_memory(root) if total is not None), default=None)
-
-
-def cpu_memory(root: str) -> list[tuple[int | None, int | None]]:
-    """Return (total, free) bytes of the machine and of each limit of this process; None: unknown,
-    or no limit.
-
-    There are limits of control groups, as for a container or a job of a cluster, and a limit of the
-    address space (`ulimit -v`). Cached files count as free, because the kernel drops them when
-    memory is needed. Swap counts as memory: it is slow, but a run can use it.
+    `root`: folder with the folders proc and sys.
     """
-    groups = [
-        (find_number(limit), find_number(used), find_number(statistics, cached_name) or 0)
-        for cached_name, *names in CGROUP_MEMORY_NAMES
-        for limit, used, statistics in read_control_groups("memory", names, root)
-    ]
-    address_space = find_number(read_or_empty(f"{root}/proc/self/limits"), "space")
-    limits = [*groups, (address_space, proc_bytes(f"{root}/proc/self/status", "VmSize:"), 0)]
-    total = proc_bytes(f"{root}/proc/meminfo", "MemTotal:", "SwapTotal:")
-    free = proc_bytes(f"{root}/proc/meminfo", "MemAvailable:")
-    # Outside of Linux only the total is known, and on Windows nothing.
-    pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
-    machine = pages and pages * os.sysconf("SC_PAGE_SIZE")
-    return [
-        (total or machine, free or machine),
-        *(
-            (limit, None if limit is None or used is None else max(0, limit - used + cached))
-            for limit, used, cached in limits
-        ),
-    ]
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    if device.type == "mps":
+        total = torch.mps.recommended_max_memory()
+        return total - torch.mps.driver_allocated_memory(), total
+    machine = read_numbers(f"{root}/proc/meminfo")
+    if "MemAvailable" not in machine:
+        return None, None
+    free, total = 1024 * machine["MemAvailable"], 1024 * machine["MemTotal"]
+    # The line "0::/GROUP" names this process's control group, version 2 (man 7 cgroups). The limits
+    # of the groups above it apply, too.
+    group = PurePosixPath(read_or_empty(f"{root}/proc/self/cgroup").rpartition("0::")[2].strip())
+    for name in (group, *group.parents):
+        folder = f"{root}/sys/fs/cgroup/{name}"
+        limit = read_or_empty(f"{folder}/memory.max").strip()
+        if limit.isdigit():  # (not "max")
+            used = int(read_or_empty(f"{folder}/memory.current") or 0)
+            cached = read_numbers(f"{folder}/memory.stat").get("inactive_file", 0)
+            free = min(free, max(0, int(limit) - used + cached))
+            total = min(total, int(limit))
+    return free, total
+
+
+def read_or_empty(path: str) -> str:
+    """Return the text of a file of the kernel; "" if there is no such file."""
+    return Path(path).read_text() if os.access(path, os.R_OK) else ""
+
+
+def read_numbers(path: str) -> dict[str, int]:
+    """Return the numbers in a file of the kernel, by the names that begin the lines."""
+    lines = re.findall(r"^(\w+):? +(\d+)", read_or_empty(path), re.MULTILINE)
+    return {name: int(number) for name, number in lines}
 
 
 @dataclass(frozen=True)
@@ -243,39 +216,27 @@ class MemoryBudget:
     host_usable_bytes: int | None = None
 
     @property
+    def margin(self) -> tuple[float, str]:
+        """Bytes of the total that tensors may not use, and the same in words.
+
+        The margin is a tenth of the total. On a GPU it is at least 1 GiB, but a quarter of a total
+        below 4 GiB. An allocator cannot use every gap between tensors. A GPU's memory also holds
+        the driver's context of some hundred MiB, the code of kernels, and NCCL's buffers.
+        """
+        total = self.limit_bytes or 0
+        if self.device_type == "cuda" and total < 10 * GIB:
+            return (total / 4, "a quarter") if total < 4 * GIB else (GIB, "1 GiB")
+        return 0.1 * total, "a tenth"
+
+    @property
     def usable_bytes(self) -> int | None:
-        """Bytes that tensors may use: the total minus the margin (see `margin_bytes_and_words`);
-        None if the total is unknown."""
-        return (
-            None if self.limit_bytes is None else without_margin(self.limit_bytes, self.device_type)
-        )
+        """Bytes that tensors may use: the total minus the margin; None: unknown."""
+        return None if self.limit_bytes is None else int(self.limit_bytes - self.margin[0])
 
     def __str__(self) -> str:
         """Return the usable bytes as text: "54.0 MiB (60.0 MiB less a margin of a tenth)"."""
-        assert self.limit_bytes is not None and self.usable_bytes is not None
-        _, words = margin_bytes_and_words(self.limit_bytes, self.device_type)
-        total = format_bytes(self.limit_bytes) + (" free," if self.is_free else "")
-        return f"{format_bytes(self.usable_bytes)} ({total} less a margin of {words})"
-
-
-def margin_bytes_and_words(total: float, device_type: str) -> tuple[float, str]:
-    """Return the margin, which is the number of bytes of `total` that tensors may not use, and the
-    same margin in words.
-
-    The margin is a tenth of `total`. On a GPU the margin is at least 1 GiB. But if a GPU's `total`
-    is below 4 GiB, the margin is a quarter of `total`.
-
-    There is a margin because an allocator cannot use every gap between tensors. A GPU's memory also
-    holds the driver's context of some hundred MiB, the code of kernels, and NCCL's buffers.
-    """
-    if device_type == "cuda" and total < 10 * GIB:
-        return (total / 4, "a quarter") if total < 4 * GIB else (GIB, "1 GiB")
-    return 0.1 * total, "a tenth"
-
-
-def without_margin(total: float, device_type: str) -> int:
-    """Return the bytes of `total` that tensors may use: `total` minus the margin."""
-    return int(total - margin_bytes_and_words(total, device_type)[0])
+        total = format_bytes(self.limit_bytes or 0) + (" free," if self.is_free else "")
+        return f"{format_bytes(self.usable_bytes or 0)} ({total} less a margin of {self.margin[1]})"
 
 
 def budget_on(
@@ -294,22 +255,6 @@ def budget_on(
     """
     on_cpu = device.type == "cpu"
     host_bytes = None if on_cpu else budget_on(torch.device("cpu"), None, here).usable_bytes
-    free = free_memory(device) if budget is None else None
+    free = free_and_total_memory(device)[0] if budget is None else None
     limit = budget if free is None else free // processes
     return MemoryBudget(limit, device.type, is_free=free is not None, host_usable_bytes=host_bytes)
-
-
-def proc_bytes(file: str, *names: str) -> int:
-    """Return the sum of the numbers after `names` in a file of /proc, in bytes. A missing number
-    counts as 0."""
-    return 1024 * sum(find_number(read_or_empty(file), name) or 0 for name in names)
-
-
-def find_number(text: str, name: str = "") -> int | None:
-    """Return the number after the word `name`; without `name`, the first word as a number. Return
-    None if there is no such number, for example if the word is "max"."""
-    words = text.split()
-    try:
-        return int(words[words.index(name) + 1 if name else 0])
-    except (ValueError, IndexError):
-        return None

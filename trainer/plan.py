@@ -42,9 +42,9 @@ from .device import (
     check_gather_dtype_flag,
     choose_device,
     choose_precision,
+    free_and_total_memory,
     is_available,
     set_matmul_precision,
-    total_memory,
 )
 from .flags import AUTO
 from .metrics import format_bytes
@@ -548,7 +548,7 @@ def check_memory(plan: Plan, process: OneProcess, needed: int) -> str:
     budget, processes = plan.memory_budget, process.processes_on_device
     if budget.usable_bytes is None:
         return ""
-    total = total_memory(process.device)
+    _, total = free_and_total_memory(process.device)
     each = f"{processes} processes, each " if processes > 1 else ""
     need = f"{each}{format_bytes(needed)} predicted"
     hint = where_to_ask(plan.settings, plan.layout)

@@ -15,7 +15,7 @@ import pytest
 from harness.runs import parse
 
 from scripts import plan_memory
-from trainer.device import MemoryBudget, without_margin
+from trainer.device import MemoryBudget
 from trainer.plan import Plan
 from trainer.settings import Settings
 
@@ -80,8 +80,8 @@ def budget_for(tensors: float) -> str:
 
 def room_for(tensors: float) -> MemoryBudget:
     """Return the smallest memory budget on a CPU that lets tensors take `tensors` bytes."""
-    about = count(int(tensors / 0.9) - 1)
-    return MemoryBudget(next(n for n in about if without_margin(n, "cpu") >= tensors), "cpu")
+    about = (MemoryBudget(n, "cpu") for n in count(int(tensors / 0.9) - 1))
+    return next(budget for budget in about if budget.usable_bytes >= tensors)
 
 
 def run(words: list[str]) -> Settings:
