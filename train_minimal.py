@@ -156,7 +156,7 @@ def evaluate(run: Run) -> dict[str, float | None]:
     """
     run.model.eval()
     batches = []  # (loss, tokens, bytes) per batch; read after the loop: a read waits for the GPU
-    for first in run.evaluation_rounds():  # raises an error if a signal asks for a stop
+    for first in run.evaluation_rounds():  # fewer, if a signal asks for a stop
         # In the last round there may be no batch left for this process. Then the process evaluates
         # an earlier batch again and ignores the result, because the forward of a sharded model
         # needs all processes.
@@ -167,6 +167,8 @@ def evaluate(run: Run) -> dict[str, float | None]:
         if i < len(run.val_batches):
             batches.append((loss, labels.numel(), run.bytes_by_token_id[labels].sum()))
     run.model.train()
+    if run.stop_signal:  # an evaluation may take longer than a cluster waits after SIGTERM
+        return {}
     nats = tokens = byte_count = 0.0
     for loss, n_tokens, n_bytes in batches:
         nats += loss.item() * n_tokens
@@ -192,11 +194,7 @@ def train(run: Run) -> dict[str, Any]:
         if run.step == 0 and settings.init_from is not None:  # the loss before training
             process.print0(f"before   val {format_validation(evaluate(run))}")
         run.model.train()
-    record = run.unlogged_record
-    if record:  # the run had saved this step, but ended before it logged the step: log the step now
-        if is_due(run, settings.eval_interval):
-            evaluate_and_save_best(run, record)
-        write_and_print_record(run, record)
+    record: dict[str, Any] = {}
     skipped = SkippedUpdateCounter(run)
     with bar, clock, Signals(run):
         while run.step < settings.num_steps and not run.stop_signal:
@@ -211,7 +209,7 @@ def train(run: Run) -> dict[str, Any]:
 def finish_step(
     run: Run, skipped: SkippedUpdateCounter, losses: Tensor, grad_norm: Tensor
 ) -> dict[str, Any]:
-    """Save, evaluate and log after a step, if due. Return the log record; {} if nothing is due.
+    """Evaluate, log and save after a step, if due. Return the log record; {} if nothing is due.
 
     `losses`, `grad_norm`: the results of `train_step`. After the last step of a run there is always
     a record. Raises MiniGPTError after several skipped updates in a row, and SaveError if a
@@ -233,12 +231,12 @@ def finish_step(
         return {}
     skipped.count_skips_in_a_row()  # if it raises MiniGPTError, nothing is logged or saved
     record = make_step_record(run, losses, grad_norm)
-    if save_now:  # before the evaluation, which may take long or fail
-        with run.clock.paused("save"):
-            save(run, settings.checkpoint_path, record)
     if evaluate_now:
         evaluate_and_save_best(run, record)
     write_and_print_record(run, record)
+    if save_now or run.stop_signal:  # last: a resumed run drops the log lines after its snapshot
+        with run.clock.paused("save"):
+            save(run, settings.checkpoint_path)
     return record
 
 
@@ -271,9 +269,9 @@ def evaluate_and_save_best(run: Run, record: dict[str, Any]) -> None:
     loss is the lowest so far."""
     with run.clock.paused("evaluate"):
         record |= evaluate(run)
-        if record["val_loss"] < run.best_val_loss:
+        if record.get("val_loss", math.inf) < run.best_val_loss:
             run.best_val_loss = record["val_loss"]
-            save(run, sibling_path(run.settings.checkpoint_path, ".best.pt"), record)
+            save(run, sibling_path(run.settings.checkpoint_path, ".best.pt"))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -68,8 +68,8 @@ stops = st.tuples(st.integers(1, 19), st.sampled_from(["error", "term", "evaluat
 @given(kinds, st.lists(stops, min_size=1, max_size=2, unique_by=lambda stop: stop[0]), memory)
 def test_resumed_equals_uninterrupted(kind, parts, last):
     """However often it is stopped, by a crash or a signal, and whatever memory is spent in between:
-    that changes no weight. What is done twice is logged once; a step that was saved when its
-    evaluation died is evaluated then. Nothing but that memory is typed again."""
+    that changes no weight. What is done twice is logged once. Nothing but that memory is typed
+    again."""
     kind = (*kind, "--eval-interval=4", "--save-interval=3")
     with tempfile.TemporaryDirectory() as folder, patch("memory.offload.MIN_OFFLOAD_BYTES", 1):
         path = Path(folder, "run.pt")

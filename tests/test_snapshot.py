@@ -35,7 +35,7 @@ from trainer.snapshot import (
 
 def state(step: int) -> dict:
     return {
-        **{key: {} for key in ("record", "scaler", "config", "args")},
+        **{key: {} for key in ("scaler", "config", "args")},
         **{"typed": [], "tokenizer": {"name": "toy"}, "run": "", "threads": 1},
         "data": {"description": "", "fingerprint": "", "sequences_per_step": 2},
         "optimizer": {"state": {0: {"exp_avg": torch.randn(64)}}, "param_groups": []},

@@ -28,7 +28,6 @@ from .flags import flag
 from .metrics import (
     LOGGER_MODULES,
     check_logger,
-    find_logged_record,
     open_external_logger,
     open_metrics,
 )
@@ -351,19 +350,9 @@ def restored_progress(
     If the snapshot is not the file at --checkpoint-path, it is copied there, and becomes the newest
     one.
     """
-    step, record = resumed.state["step"], resumed.state.get("record", {})
+    step = resumed.state["step"]
     if resumed.path != settings.checkpoint_path and process.rank == 0:
         copy_as_newest_snapshot(resumed.path, settings.checkpoint_path)
-    # A snapshot is written before its step is evaluated and logged. The log, which only rank 0 has,
-    # tells whether the step was logged before the run ended.
-    log = sibling_path(settings.checkpoint_path, ".metrics.jsonl")
-    logged = process.from_rank0(lambda: find_logged_record(step, log)) or {}
-    best = math.inf
-    if resume.validation_key(resumed.state) == resume.validation_key(metadata):
-        best = min(resumed.state["best_val_loss"], logged.get("val_loss") or math.inf)
-    return {
-        "step": step,
-        "saved_step": step,
-        "unlogged_record": {} if logged else dict(record),
-        "best_val_loss": best,
-    }
+    same_windows = resume.validation_key(resumed.state) == resume.validation_key(metadata)
+    best = resumed.state["best_val_loss"] if same_windows else math.inf
+    return {"step": step, "saved_step": step, "best_val_loss": best}

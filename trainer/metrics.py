@@ -108,12 +108,6 @@ def read_metrics(path: Path) -> list[LogRecord]:
     return [record for record in records if isinstance(record, dict)]
 
 
-def find_logged_record(step: int, path: Path) -> LogRecord | None:
-    """Return the log record of `step` in the file `path`; None if that step was not logged."""
-    records = read_metrics(path) if path.is_file() else []
-    return next((r for r in records if r.get("step") == step), None)
-
-
 # ---- --log-to
 
 # Value of --log-to -> module.

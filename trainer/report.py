@@ -149,7 +149,7 @@ def generate_command(run: Run) -> str:
 
 def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     """Return the log record of the step that has just ended. Its times are means over the steps
-    since the last record. Until it is logged, it is also in `run.unlogged_record`.
+    since the last record.
 
     `losses`: this process's losses, (micro-batches,). `grad_norm`: a scalar. All processes must
     call this together.
@@ -160,7 +160,7 @@ def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, A
     # GPU's work.
     loss = process.sum_over_replicas([sum(losses.tolist())])[0] / run.global_micro_batches_per_step
     seconds = clock.end_interval()
-    run.unlogged_record = {
+    return {
         "step": run.step,
         "epoch": run.training_batches.epochs_before(run.step * run.global_micro_batches_per_step),
         "lr": run.optimizer.param_groups[0]["lr"],
@@ -176,14 +176,12 @@ def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, A
         **peak_memory_fields(process.device),
         "recompute": run.model.config.recompute,
     }
-    return run.unlogged_record
 
 
 def write_and_print_record(run: Run, record: dict[str, Any]) -> None:
     """Write the record to metrics.jsonl and to the logger, and print its log line."""
     for write in run.metric_writers:
         write(record)
-    run.unlogged_record = {}
     run.process.print0(format_line(record, run.settings.num_steps))
     run.last_log_time = time.perf_counter()
 

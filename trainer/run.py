@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
-from typing import IO, Any
+from typing import IO
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +43,6 @@ def make_scaler(device: torch.device, precision: torch.dtype) -> torch.amp.GradS
     # allocation could run out of memory.
     scaler.scale(torch.zeros((), device=device))
     return scaler
-
-
-class StoppedBySignal(Exception):
-    """Raised on all processes if a signal asked one of them to stop during an evaluation."""
 
 
 @dataclass
@@ -90,7 +86,6 @@ class Run:
     last_log_time: float = field(default_factory=lambda: time.perf_counter())
     # Log record of a finished step that has not been logged yet; {}: none. A snapshot has it, so
     # that a resumed run can log it.
-    unlogged_record: dict[str, Any] = field(default_factory=dict)
     # Policies with which memory ran out. After each of them, the step was repeated with a deeper
     # policy (one that needs less memory).
     policies_out_of_memory: list[str] = field(default_factory=list)
@@ -129,18 +124,18 @@ class Run:
         replica evaluates one batch.
 
         An evaluation may take longer than the 30 s after which torchrun kills its processes. So
-        before each round all processes learn whether one of them received a signal to stop. Then
-        all raise StoppedBySignal in the same round, because a sharded model needs all processes.
+        before each round all processes learn whether one of them received a signal to stop, and
+        then end in the same round, because a sharded model needs all processes.
         """
         for first in range(0, len(self.val_batches), self.process.layout.replicas):
             (self.stop_signal,) = self.process.all_reduce_max([self.received_signal])
             if self.stop_signal:
-                raise StoppedBySignal
+                return
             yield first
 
 
-def save(run: Run, path: Path, record: dict[str, Any]) -> None:
-    """Write a snapshot of the run to `path`. `record`: the log record of the present step.
+def save(run: Run, path: Path) -> None:
+    """Write a snapshot of the run to `path`.
 
     All processes must call this together. Rank 0 writes and the others wait: where one process of
     torchrun ends, the others are ended, too. Raises SaveError if the snapshot cannot be written.
@@ -153,7 +148,6 @@ def save(run: Run, path: Path, record: dict[str, Any]) -> None:
         "scaler": run.scaler.state_dict(),
         "step": run.step,
         "best_val_loss": run.best_val_loss,
-        "record": record,
     }
     run.process.run_on_rank0_only(lambda: save_snapshot(path, state, keep_previous=newest))
     if newest:

@@ -27,7 +27,7 @@ from .flags import print_error
 from .metrics import finish_wandb
 from .plan import POLICY_FLAG, describe_memory_flags, where_to_ask
 from .report import describe_result, resume_command, sample_text
-from .run import Run, StoppedBySignal, is_out_of_memory, save
+from .run import Run, is_out_of_memory
 from .settings import Settings
 from .snapshot import SaveError
 from .torchrun import peer_failure_message
@@ -86,30 +86,17 @@ def run_safely(
 
 def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
     """Call `train` and print the last lines of the run. Return the exit code: 0, or 128 + signal
-    number.
-
-    If data cannot be read, save the finished steps (only with one process), and raise DataError.
-    """
+    number."""
     settings, say = run.settings, run.process.print0
-    if run.step >= settings.num_steps and not run.unlogged_record:
+    if run.step >= settings.num_steps:
         say(
             f"done     already at step {run.step:,}; raise --num-steps to go on: "
             f"{resume_command(run)} --num-steps {2 * run.step}"
         )
         return 0
     seconds_before = time.perf_counter() - PROCESS_START
-    first = run.step
-    try:
-        record = train(run)
-    except (DataError, StoppedBySignal) as error:
-        # A data file was deleted or shortened, or an evaluation was stopped, which --resume
-        # repeats. The weights are good.
-        run.step = first + run.clock.steps  # the last finished step
-        if run.step > run.saved_step and (run.stop_signal or run.process.layout.world_size == 1):
-            save(run, settings.checkpoint_path, run.unlogged_record)
-        if isinstance(error, DataError):
-            raise
-    if run.stop_signal and (run.step < settings.num_steps or run.unlogged_record):
+    record = train(run)
+    if run.stop_signal and (run.step < settings.num_steps or "val_loss" not in record):
         note = (
             " (torchrun's traceback below is no crash)"
             if "TORCHELASTIC_RUN_ID" in os.environ

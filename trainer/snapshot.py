@@ -11,8 +11,7 @@ code in the file. A checksum of all bytes is at the end of the file. The newest 
 `--checkpoint-path`. Two more files beside it have the same stem: `.prev.pt` is the previous
 snapshot, and `.best.pt` is the one with the lowest validation loss.
 
-A snapshot is written before its step is evaluated and logged. So the key `record` holds the step's
-log record, and a resumed run can log that step. The key `run` holds the id of the run. A run that
+A step is evaluated and logged before it is saved. The key `run` holds the id of the run. A run that
 torchrun has restarted recognises its own snapshots by this id (resume.load_own_run).
 
 A snapshot contains *no* random-number state and *no* position in the data. Both are functions of
@@ -46,7 +45,7 @@ State = dict[str, Any]
 # Keys that every snapshot has. scripts/generate.py reads only the snapshot, because `config` and
 # `tokenizer` are in it. (Their values were right when the checksum was made; shapes of tensors are
 # checked by the code that uses them.)
-KEYS = "model optimizer scaler step record config args typed tokenizer data best_val_loss".split()
+KEYS = "model optimizer scaler step config args typed tokenizer data best_val_loss".split()
 KEYS += ["run", "threads"]
 # Text before the checksum in the comment at the end of a snapshot (see `append_checksum`).
 CHECKSUM_LABEL = b"crc32 "
