@@ -15,7 +15,7 @@ from memory import MemorySavingGPT
 from model import MiniGPTConfig
 
 from . import resume
-from .check_model import check_model, make_model_without_memory, make_small_model
+from .check_model import check_model, make_model_without_memory
 from .clocks import make_clock
 from .device import (
     check_compiler,
@@ -35,7 +35,7 @@ from .metrics import (
 )
 from .optimizer import make_optimizer
 from .plan import Plan, plan_run, vocab_size_of
-from .pretrained import Pretrained, SnapshotOrPretrained, computes_gpt2, open_init_from
+from .pretrained import Pretrained, SnapshotOrPretrained, open_init_from
 from .process import OneProcess
 from .report import describe_run
 from .run import Run, make_scaler
@@ -166,12 +166,6 @@ def allocate_and_fill(
         model.init_weights(process.shard_like)
     elif isinstance(origin, Pretrained):
         origin.fill(model, process.shard_like)
-        of_gpt2 = os.path.isdir(origin.path) and process.rank == 0
-        if of_gpt2 and not computes_gpt2(make_small_model(model.config)):
-            process.print0(
-                f"warning  --init-from {settings.init_from}: model.py computes something else than "
-                "GPT-2 with these weights"
-            )
 
 
 def load_data_and_plan(

@@ -248,11 +248,6 @@ def small_config_and_step(config: MiniGPTConfig) -> tuple[MiniGPTConfig, TensorB
         return few, small_step(MiniGPT, replace(few, **plain))
 
 
-def make_small_model(config: MiniGPTConfig) -> MiniGPT:
-    """Return the small model of a config, with random weights, on the CPU."""
-    return small_model_and_batch(MemorySavingGPT, small_config_and_step(config)[0])[0]
-
-
 def small_step(
     model_class: type[MiniGPT],
     config: MiniGPTConfig,
