@@ -22,14 +22,14 @@ FLOOR["data"] = FLOOR["planner"]
 # wrapped call cost nothing, so no limit ever shortens a word. A limit of a file would make files
 # split; one of a room makes them simpler.
 ROOMS = {
-    "the root": 411,
+    "the root": 412,
     "memory": 527,
     "planner": 1_110,
-    "trainer": 2_446,
+    "trainer": 2_423,
     "data": 639,
     "scripts": 1_263,
     "studies": 69,
-    "all without tests": 6_465,
+    "all without tests": 6_443,
     "tests": 6_460,
 }
 FILES_IN = {"trainer": 20, "scripts": 15}
