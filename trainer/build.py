@@ -118,7 +118,10 @@ def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrai
         check_shapes(resumed.path, resumed.state["model"], model.state_dict())
         resume.check_resumable(resumed.state, metadata, resumed.path)
     check = partial(check_model, model, process, precision)
-    process.run_on_all_ranks(check)  # (each rank may have its own policy)
+    if process.layout.sp_degree > 1:
+        check()  # the ranks compute together, so one that fails must end, not wait for the others
+    else:
+        process.run_on_all_ranks(check)  # (each rank may have its own policy)
     if settings.compile:
         process.run_on_all_ranks(lambda: check_compiler(device))
     held_lock = process.run_on_rank0_only(lambda: claim(settings.checkpoint_path, resumed))
