@@ -46,6 +46,7 @@ class SPProcess(FSDPProcess):
 
     script = "train_sp.py"
     kind = "sp"
+    sp_group: dist.ProcessGroup | None = None  # until weights have memory: gloo's default group
 
     def init_process_group(self) -> None:
         # Each GPU has two NCCL communicators: one gathers weights, the other runs the all-to-alls

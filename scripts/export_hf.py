@@ -14,6 +14,7 @@ safetensors (pip install safetensors), but not transformers. (To go on here, use
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,8 @@ from data import Tokenizer
 from data.errors import MiniGPTError
 from data.tokenizer import EOT_TEXT
 from data.tokenizer_json import to_json
-from model import MiniGPTConfig
+from model import MiniGPT, MiniGPTConfig
+from planner.formulas import count_parameters
 from scripts import add_snapshot, cli_main
 from trainer.flags import OneLineParser
 from trainer.pretrained import (
@@ -33,13 +35,16 @@ from trainer.pretrained import (
     MINIGPT_TO_TRANSFORMERS,
     SUPPORTED_GPT2_SETTINGS,
     Pretrained,
-    computes_gpt2,
     import_safetensors,
     open_pretrained,
     renamed_and_transposed,
 )
 from trainer.report import describe_model
 from trainer.snapshot import SaveError
+
+# Mean square of GPT-2's logits for the weights and ids of `check_is_gpt2`, in float64. (Made with
+# transformers' GPT2LMHeadModel.)
+GPT2_LOGITS = 7.375809515808666
 
 
 def their_sizes(config: MiniGPTConfig) -> dict[str, Any]:
@@ -73,9 +78,18 @@ def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     return files | {"config.json": whole}  # written last: no program opens a folder without it
 
 
+@torch.no_grad()
 def check_is_gpt2(source: Pretrained) -> None:
-    """Raise MiniGPTError unless model.py with these weights computes GPT-2."""
-    if not computes_gpt2(source.make_model_with_weights(torch.device("cpu"))):
+    """Raise MiniGPTError unless model.py computes GPT-2: a small model with weights that everybody
+    can make again has GPT-2's logits, and the weights of `source` are as many as GPT-2's."""
+    model = MiniGPT(MiniGPTConfig(11, 8, n_layers=2, n_heads=2, d_model=8, d_ff=24)).double().eval()
+    for name, weight in model.state_dict().items():
+        # Equal weights in all blocks, because the blocks may be one
+        start = sum(re.sub(r"^blocks\.\d+\.", "", name).encode())
+        weight.copy_(torch.arange(start, start + weight.numel()).view_as(weight).double().sin())
+    found = model(torch.arange(8)[None]).square().mean().item()
+    n = sum(weight.numel() for weight in source.weights.values())
+    if abs(found / GPT2_LOGITS - 1) > 1e-6 or n != count_parameters(source.config):
         raise MiniGPTError(
             f"{source.path}: with model.py as it is, this is no GPT-2; transformers would compute "
             "other logits, so it is not exported"

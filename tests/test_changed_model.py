@@ -213,18 +213,6 @@ def test_what_is_not_gpt2_is_not_exported(name, change, tmp_path, capfd):
         assert not out.exists()
 
 
-@pytest.mark.parametrize("name", ["exact_gelu", "other_words"])
-def test_weights_of_gpt2_in_other_arithmetic_are_said(name, change, tmp_path, capfd):
-    folder = write_folder(tmp_path / "gpt2")
-    change(name)
-    (tmp_path / "a.txt").write_text("abc " * 400)
-    words = f"--init-from={folder} --train-data={tmp_path}/a.txt --num-steps=1 --seq-len=16"
-    words += f" --checkpoint-path={tmp_path}/run.pt --sample-tokens=0 --eval-tokens=16"
-    assert train_minimal.main(words.split()) == 0
-    warned = "warning  --init-from" in capfd.readouterr().out
-    assert warned == (name not in EQUAL)
-
-
 def test_a_run_of_a_changed_model_resumes(tmp_path, change):
     """To the bits of the run that was not stopped."""
     change("modern")

@@ -22,12 +22,12 @@ FLOOR["data"] = FLOOR["planner"]
 # wrapped call cost nothing, so no limit ever shortens a word. A limit of a file would make files
 # split; one of a room makes them simpler.
 ROOMS = {
-    "the root": 411,
+    "the root": 412,
     "memory": 527,
     "planner": 1_110,
     "trainer": 2_441,
     "data": 639,
-    "scripts": 1_256,
+    "scripts": 1_263,
     "studies": 69,
     "all without tests": 6_453,
     "tests": 6_459,

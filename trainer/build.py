@@ -15,7 +15,7 @@ from memory import MemorySavingGPT
 from model import MiniGPTConfig
 
 from . import resume
-from .check_model import check_model, make_model_without_memory, make_small_model
+from .check_model import check_model, make_model_without_memory
 from .clocks import make_clock
 from .device import (
     check_compiler,
@@ -33,7 +33,7 @@ from .metrics import (
 )
 from .optimizer import make_optimizer
 from .plan import Plan, plan_run, vocab_size_of
-from .pretrained import Pretrained, SnapshotOrPretrained, computes_gpt2, open_init_from
+from .pretrained import Pretrained, SnapshotOrPretrained, open_init_from
 from .process import OneProcess
 from .report import describe_run
 from .run import Run, make_scaler
@@ -115,7 +115,10 @@ def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrai
         check_shapes(resumed.path, resumed.state["model"], model.state_dict())
         resume.check_resumable(resumed.state, metadata, resumed.path)
     check = partial(check_model, model, process, precision)
-    process.run_on_all_ranks(check)  # (each rank may have its own policy)
+    if process.layout.sp_degree > 1:
+        check()  # the ranks compute together, so one that fails must end, not wait for the others
+    else:
+        process.run_on_all_ranks(check)  # (each rank may have its own policy)
     if settings.compile:
         process.run_on_all_ranks(lambda: check_compiler(device))
     held_lock = process.run_on_rank0_only(lambda: claim(settings.checkpoint_path, resumed))
@@ -163,12 +166,6 @@ def allocate_and_fill(
         model.init_weights(process.shard_like)
     elif isinstance(origin, Pretrained):
         origin.fill(model, process.shard_like)
-        of_gpt2 = os.path.isdir(origin.path) and process.rank == 0
-        if of_gpt2 and not computes_gpt2(make_small_model(model.config)):
-            process.print0(
-                f"warning  --init-from {settings.init_from}: model.py computes something else than "
-                "GPT-2 with these weights"
-            )
 
 
 def load_data_and_plan(

@@ -9,31 +9,30 @@ random numbers and counters that a recompute would draw or count again. memory/ 
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from threading import Barrier
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.errors import MiniGPTError
-from memory import MemorySavingGPT, SequenceParallelGPT, policies
-from memory.sequence import SequenceShard
+from memory import MemorySavingGPT, policies
 from model import DRAWN_LAYERS, MiniGPT, MiniGPTConfig
 
 from .process import OneProcess
 
 CPU, FLOAT32 = torch.device("cpu"), torch.float32
 GRADIENT_OF = "the gradient of "
-N_TOKENS, N_RANKS = 8, 2  # tokens of a sequence; processes that share it
+N_TOKENS = 8  # of a sequence of the small model
+PLAIN: dict[str, Any] = {"recompute": "none", "loss_chunks": 1, "mlp_chunks": 1}
 TensorByName = dict[str, Tensor]
+MakeModel = Callable[[MiniGPTConfig], MiniGPT]
 
 
 # ---- a model without memory
@@ -60,23 +59,21 @@ def make_model_without_memory(
     """
     with EmptyOnMeta():
         model = make(config)
-    seen = set[nn.Parameter]()
+    seen = set[Tensor]()
     for module in model.modules():
-        tensors = {name: value for name, value in vars(module).items() if torch.is_tensor(value)}
-        for name in (*dict(module.named_buffers(recurse=False)), *tensors):
-            raise MiniGPTError(
-                "model.py: a model gets its memory after it is made, so the numbers in the tensor "
-                f"{name} would be lost: compute them in forward"
-            )
-        for name, weight in module.named_parameters(recurse=False):
-            if weight in seen:
-                raise MiniGPTError(f"model.py: {name} is in two modules: share one module instead")
-            if weight.is_meta != isinstance(module, DRAWN_LAYERS):
+        weights = dict(module.named_parameters(recurse=False))
+        others = {name: value for name, value in vars(module).items() if torch.is_tensor(value)}
+        others |= dict(module.named_buffers(recurse=False))
+        for name, tensor in (others | weights).items():
+            if name not in weights or tensor.is_meta != isinstance(module, DRAWN_LAYERS):
                 raise MiniGPTError(
-                    f"model.py: the first values of {name} would be lost: make it with torch.ones, "
-                    f"torch.zeros or torch.randn, outside of {type(module).__name__}"
+                    "model.py: a model gets its memory after it is made, so the first values of "
+                    f"{name} would be lost: compute them in forward, or make a parameter with "
+                    f"torch.ones, torch.zeros or torch.randn, outside of {type(module).__name__}"
                 )
-            seen.add(weight)
+            if tensor in seen:
+                raise MiniGPTError(f"model.py: {name} is in two modules: share one module instead")
+            seen.add(tensor)
     return model
 
 
@@ -89,51 +86,44 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
     Under a recompute policy losses, gradients and random states must be equal to the bit. The loss
     in chunks, the MLP in chunks and a shared sequence (train_sp.py) must be equal up to rounding.
     The small model has all layers and heads, but few channels, tokens and words. `precision`: dtype
-    of autocast; float32: no autocast. `model` may be on device "meta", and does not change.
+    of autocast; float32: no autocast. `model` may be on device "meta", and does not change. Random
+    states do not change. The processes of train_sp.py must call this together.
 
     Raises MiniGPTError, which names the difference and a remedy.
     """
-    on_gpu, state = process.device.type == "cuda", random.getstate()
+    on_gpu = process.device.type == "cuda"
     # On a GPU the fused attention kernels add in an order that varies from run to run.
     backend = sdpa_kernel(SDPBackend.MATH) if on_gpu else nullcontext()
-    with torch.random.fork_rng([process.device] if on_gpu else []), torch.enable_grad(), backend:
-        try:
-            compare_steps(model, process, precision)
-        finally:
-            random.setstate(state)
-
-
-def compare_steps(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> None:
-    """Make the comparisons of `check_model`. This changes random states."""
-    with ValueReads() as reads:
-        config, alone = small_config_and_step(model.config)
-    plain = replace(config, recompute="none", loss_chunks=1, mlp_chunks=1)
-    close, saving = close_to(alone), partial(small_step, MemorySavingGPT)
-    raise_if_different(
-        "model.py: MemorySavingGPT computes other results than MiniGPT ({}): for a new head_loss "
-        "use --loss-chunks 1; move a change of embed to MiniGPT.forward",
-        alone,
-        partial(saving, replace(config, recompute="none")),
-        close,
-    )
-    if process.layout.world_size > 1:
-        check_for_several_processes(model, process, plain, alone, reads.read)
-    if config.mlp_chunks != 1:
+    rng = torch.random.fork_rng([process.device] if on_gpu else [])
+    with rng, torch.enable_grad(), backend, ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        with ValueReads() as reads:
+            config, alone = small_config_and_step(model.config)
+        saving, plain = partial(small_step, MemorySavingGPT), replace(config, **PLAIN)
         raise_if_different(
-            "--mlp-chunks: the MLP half of model.py looks at other tokens ({}): use --mlp-chunks 1",
+            "model.py: MemorySavingGPT computes other results than MiniGPT ({}): for a new "
+            "head_loss use --loss-chunks 1; move a change of embed to MiniGPT.forward",
             alone,
-            partial(saving, config),
-            close,
+            partial(saving, replace(config, recompute="none")),
         )
-    if config.recompute != "none":
-        step = partial(saving, device=process.device, precision=precision)
-        raise_if_different(
-            f"--use-activation-checkpoint {config.recompute}: model.py computes other results with "
-            "this policy than without ({}); see docs/change.md, or use the policy none",
-            step(plain),
-            partial(step, replace(plain, recompute=config.recompute)),
-            torch.equal,
-        )
+        if process.layout.world_size > 1:
+            check_for_several_processes(model, process, plain, alone, reads.read)
+        if config.mlp_chunks != 1:
+            raise_if_different(
+                "--mlp-chunks: the MLP half of model.py looks at other tokens ({}): use "
+                "--mlp-chunks 1",
+                alone,
+                partial(saving, config),
+            )
+        if config.recompute != "none":
+            step = partial(saving, device=process.device, precision=precision)
+            raise_if_different(
+                f"--use-activation-checkpoint {config.recompute}: model.py computes other results "
+                "with this policy than without ({}); see docs/change.md, or use the policy none",
+                step(plain),
+                partial(step, replace(plain, recompute=config.recompute)),
+                to_the_bit=True,
+            )
 
 
 def check_for_several_processes(
@@ -174,14 +164,19 @@ def check_for_several_processes(
         if wrong:
             raise MiniGPTError(f"model.py: {message}")
     if process.layout.sp_degree > 1:
-        ours = replace(plain, dropout=0.0)
-        expected = losses_and_gradients(*small_model_and_batch(MiniGPT, ours))
+        n_tokens = max(plain.max_position_embeddings, process.layout.sp_degree)
+        ours = replace(plain, dropout=0.0, max_position_embeddings=n_tokens)
+
+        def mean_of_ranks() -> TensorByName:
+            """The loss is that of all ranks, and FSDP averages the gradients."""
+            ranks = process.all_gather_object(small_step(process.make_model, ours))
+            return {name: torch.stack([rank[name] for rank in ranks]).mean(0) for name in ranks[0]}
+
         raise_if_different(
             "model.py computes other results if processes share each sequence ({}): mix tokens "
             "only in Attention.attend, which gets some of the heads; or use train_fsdp.py",
-            expected,
-            partial(shared_step, ours),
-            close_to(expected),
+            small_step(MiniGPT, ours),
+            mean_of_ranks,
         )
 
 
@@ -199,28 +194,26 @@ def raise_if_different(
     message: str,
     expected: TensorByName,
     step: Callable[[], TensorByName],
-    same: Callable[[Tensor, Tensor], bool],
+    to_the_bit: bool = False,
 ) -> None:
-    """Raise MiniGPTError if `step` fails, or if a tensor is missing or not the `same`.
+    """Raise MiniGPTError if `step` fails, or if a tensor is missing, or differs by more than the
+    rounding of float32 (`to_the_bit`: or at all).
 
     `message`: {} stands for the error, or for the name of the first such tensor.
     """
+    largest = max(tensor.abs().max().item() for tensor in expected.values())
+    close = partial(torch.allclose, rtol=1e-4, atol=1e-5 * largest)
+    same = torch.equal if to_the_bit else close
     try:
         found = step()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:
-        first_line = str(error).partition("\n")[0]
-        raise MiniGPTError(message.format(f"{type(error).__name__}: {first_line}")) from None
+    except Exception as error:  # whatever a line of model.py may raise under a technique
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise MiniGPTError(message.format(why)) from None
     for name in expected | found:
         if not (name in expected and name in found and same(expected[name], found[name])):
             raise MiniGPTError(message.format(f"{name} differs"))
-
-
-def close_to(expected: TensorByName) -> Callable[[Tensor, Tensor], bool]:
-    """Return a function that compares two tensors up to the rounding of float32."""
-    largest = max(tensor.abs().max().item() for tensor in expected.values())
-    return partial(torch.allclose, rtol=1e-4, atol=1e-5 * largest)
 
 
 # ---- steps of a small model
@@ -241,38 +234,38 @@ def small_config_and_step(config: MiniGPTConfig) -> tuple[MiniGPTConfig, TensorB
     )
     d_model = min(8, config.d_model // config.n_heads) * config.n_heads
     narrow = replace(few, d_model=d_model, d_ff=math.ceil(config.d_ff * d_model / config.d_model))
-    plain: dict[str, Any] = {"recompute": "none", "loss_chunks": 1, "mlp_chunks": 1}
     try:
-        return narrow, small_step(MiniGPT, replace(narrow, **plain))
+        return narrow, small_step(MiniGPT, replace(narrow, **PLAIN))
     except Exception:
-        return few, small_step(MiniGPT, replace(few, **plain))
-
-
-def make_small_model(config: MiniGPTConfig) -> MiniGPT:
-    """Return the small model of a config, with random weights, on the CPU."""
-    return small_model_and_batch(MemorySavingGPT, small_config_and_step(config)[0])[0]
+        return few, small_step(MiniGPT, replace(few, **PLAIN))
 
 
 def small_step(
-    model_class: type[MiniGPT],
+    make: MakeModel,
     config: MiniGPTConfig,
     device: torch.device = CPU,
     precision: torch.dtype = FLOAT32,
 ) -> TensorByName:
-    """Return the losses and gradients of a step of a `model_class`, and the random numbers that
-    would be drawn next."""
-    model, ids, labels = small_model_and_batch(model_class, config, device)
-    before = numbers_of_modules(model)
+    """Run forward and backward of two micro-batches of the model that `make` makes. Return the
+    losses, the gradients that exist, and the random numbers that would be drawn next."""
+    model, ids, labels = small_model_and_batch(make, config, device)
+    results, amp, before = TensorByName(), precision != FLOAT32, numbers_of_modules(model)
     torch.manual_seed(0)
     random.seed(0)
-    results = losses_and_gradients(model, ids, labels, precision)
+    for i, batch in enumerate((ids, ids.flip(0))):
+        with torch.autocast(device.type, precision if amp else None, amp, cache_enabled=False):
+            loss = model(batch, labels)
+        loss.backward()
+        results[f"loss {i}"] = loss.detach()
     if numbers_of_modules(model) != before:
         raise MiniGPTError(
             "model.py: forward counts in an attribute, which no snapshot has: a resumed run, or "
             "more processes, would train another model"
         )
+    gradients = {GRADIENT_OF + name: weight.grad for name, weight in model.named_parameters()}
     return {
         **results,
+        **{name: gradient for name, gradient in gradients.items() if gradient is not None},
         "what torch draws next": torch.rand((), device=device),
         "what Python draws next": torch.tensor(random.random(), dtype=torch.float64),
     }
@@ -285,7 +278,7 @@ def numbers_of_modules(model: MiniGPT) -> list[dict[str, Any]]:
 
 
 def small_model_and_batch(
-    make: Callable[[MiniGPTConfig], MiniGPT], config: MiniGPTConfig, device: torch.device = CPU
+    make: MakeModel, config: MiniGPTConfig, device: torch.device = CPU
 ) -> tuple[MiniGPT, Tensor, Tensor]:
     """Return the model that `make` makes, with random weights, ids and labels, both (2, T). One
     label is ignored."""
@@ -295,50 +288,3 @@ def small_model_and_batch(
         weight.data.add_(0.1 * torch.randn_like(weight))
     ids = torch.arange(2 * config.max_position_embeddings).view(2, -1) % config.vocab_size
     return model.to(device), ids.to(device), ids.where(ids > 0, -100).to(device)
-
-
-def losses_and_gradients(
-    model: MiniGPT, ids: Tensor, labels: Tensor, precision: torch.dtype = FLOAT32
-) -> TensorByName:
-    """Run forward and backward of two micro-batches; return the losses and the gradients that
-    exist."""
-    results, amp = TensorByName(), precision != FLOAT32
-    for i, batch in enumerate((ids, ids.flip(0))):
-        with torch.autocast(ids.device.type, precision if amp else None, amp, cache_enabled=False):
-            loss = model(batch, labels)
-        loss.backward()
-        results[f"loss {i}"] = loss.detach()
-    gradients = {GRADIENT_OF + name: weight.grad for name, weight in model.named_parameters()}
-    return results | {name: g for name, g in gradients.items() if g is not None}
-
-
-def shared_step(config: MiniGPTConfig) -> TensorByName:
-    """Return the losses and gradients of a step of train_sp.py, whose N_RANKS processes are threads
-    here."""
-    barrier = Barrier(N_RANKS, timeout=10)
-    sent: list[Sequence[Tensor]] = [()] * N_RANKS
-
-    def exchange(rank: int, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Send `parts[r]` to each rank r; return what this rank gets, in the order of ranks."""
-        sent[rank] = parts
-        barrier.wait()
-        received = [parts[rank] for parts in sent]
-        barrier.wait()
-        return received
-
-    def make(rank: int, config: MiniGPTConfig) -> MiniGPT:
-        def all_to_all(x: Tensor, send_sizes: list[int], _: list[int]) -> Tensor:
-            return torch.cat(exchange(rank, x.split(send_sizes)))
-
-        def all_reduce(x: Tensor) -> Tensor:
-            return torch.stack(exchange(rank, [x] * N_RANKS)).sum(0)
-
-        shard = SequenceShard(rank, N_RANKS, config.n_heads, all_to_all)
-        return SequenceParallelGPT(config, shard, all_reduce)
-
-    # (Not in the threads, because they share the seed.)
-    ranks = [small_model_and_batch(partial(make, rank), config) for rank in range(N_RANKS)]
-    with ThreadPoolExecutor(N_RANKS) as pool:
-        of_ranks = [*pool.map(lambda rank: losses_and_gradients(*rank), ranks)]
-    # The loss is that of all ranks, and FSDP averages the gradients.
-    return {name: torch.stack([one[name] for one in of_ranks]).mean(0) for name in of_ranks[0]}

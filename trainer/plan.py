@@ -49,7 +49,6 @@ from .device import (
 from .flags import AUTO
 from .metrics import format_bytes
 from .optimizer import make_optimizer, optimizer_state
-from .pretrained import read_vocab_size
 from .process import OneProcess
 from .settings import Rule, Settings, names_with
 
@@ -391,11 +390,9 @@ def card_for(settings: Settings, device: torch.device, name: str | None = None) 
 def vocab_size_of(settings: Settings) -> int:
     """Return the vocabulary size that the run would have, without reading the run's data.
 
-    If --init-from is given, the caller must first call `open_init_from`, which checks the files of
-    the weights. Raises DataError if the tokenizer cannot be loaded.
+    If --init-from is given, the caller must first call `open_init_from`, which sets the tokenizer.
+    Raises DataError if the tokenizer cannot be loaded.
     """
-    if settings.init_from is not None:
-        return read_vocab_size(settings.init_from)
     if settings.use_toy_data:
         return settings.vocab_size or 256
     name = settings.tokenizer_name or ("gpt2" if settings.train_data else "bpe")
