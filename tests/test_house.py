@@ -22,14 +22,14 @@ FLOOR["data"] = FLOOR["planner"]
 # wrapped call cost nothing, so no limit ever shortens a word. A limit of a file would make files
 # split; one of a room makes them simpler.
 ROOMS = {
-    "the root": 411,
+    "the root": 397,
     "memory": 527,
     "planner": 1_110,
-    "trainer": 2_504,
+    "trainer": 2_488,
     "data": 639,
     "scripts": 1_256,
     "studies": 69,
-    "all without tests": 6_516,
+    "all without tests": 6_486,
     "tests": 6_469,
 }
 FILES_IN = {"trainer": 20, "scripts": 15}
@@ -39,7 +39,7 @@ FILES_READ = {
     "README.zh-CN.md": 150,
     "model.py": 286,
     "train_minimal.py": 286,
-    "train_ddp.py": 143,
+    "train_ddp.py": 112,
     "train_fsdp.py": 157,
     "train_sp.py": 132,
     "docs/change.md": 120,
