@@ -28,8 +28,7 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # `python -I` o
 import trainer.bootstrap  # noqa: F401  # sets signal handlers and environment variables
 
 # isort: split
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,55 +53,29 @@ class DDPProcess(TorchrunProcess):
 
     script = "train_ddp.py"
     kind = "ddp"  # gradients are in DDP's communication buckets, which stay allocated
-    rehearses_first_steps = True  # see OneProcess
+    buckets_are_final = False  # True after the first update
 
-    def __init__(self, settings: Settings):
-        super().__init__(settings)
-        self.compress_gradients = settings.compress_gradients
-        self.reproducible_sums = settings.reproducible_sums
-        # flag               is set to True by                        is read by
-        # will_average       gradient_sync; False when it ends        the forward hook of `wrap`
-        # sends_gradients    the forward hook; False after backward   can_retry_alone
-        # buckets_are_final  clear_gradients, after the first update  clear_gradients
-        self.will_average = self.sends_gradients = self.buckets_are_final = False
-
-    def wrap(self, model: MiniGPT) -> nn.Module:
+    def wrap(self, model: MiniGPT, settings: Settings) -> nn.Module:
         # Set zero gradients, which DDP replaces by views of its communication buckets. This saves 4
         # bytes per parameter: else the first backward would allocate gradients besides buckets.
         set_expanded_zero_grads(model)
         group = self.new_nccl_group()
         self.wrapper: Any = DDP(model, process_group=group, gradient_as_bucket_view=True)
-        # This hook runs when the model's forward ends (in evaluation `will_average` is False). Just
-        # after that, DDP's own forward prepares DDP to send gradients.
-        model.register_forward_hook(lambda *_: setattr(self, "sends_gradients", self.will_average))
-        if self.reproducible_sums and self.layout.world_size > 1:
+        # DDP averages each bucket of gradients over all processes, or calls one of these hooks.
+        # (Each is in a lambda, because DDP rejects annotations that are strings, as those of the
+        # first, and without NCCL it rejects the name of the second, although it works with gloo.)
+        if settings.reproducible_sums and self.layout.world_size > 1:
             stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-            # (The lambda hides annotations that are strings, which DDP rejects.)
             self.wrapper.register_comm_hook(
                 (group, stream), lambda state, bucket: pairwise_all_reduce_hook(state, bucket)
             )
-        if self.compress_gradients and self.layout.world_size > 1:
-            # (Without NCCL, DDP rejects `bf16_compress_hook` by its name, although the hook works
-            # with gloo. A lambda hides the name.)
+        if settings.compress_gradients and self.layout.world_size > 1:
             self.wrapper.register_comm_hook(group, lambda g, bucket: bf16_compress_hook(g, bucket))
         return self.wrapper
 
-    @contextmanager
-    def gradient_sync(self, enabled: bool) -> Iterator[None]:
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         # DDP decides in *forward* whether the next backward averages gradients.
-        self.will_average, self.sends_gradients = enabled, False
-        with nullcontext() if enabled else self.wrapper.no_sync():
-            yield
-        # (No `finally`: after an error, `can_retry_alone` reads the value from backward.)
-        self.will_average = self.sends_gradients = False
-
-    def can_retry_alone(self) -> bool:
-        # Until it sends gradients, this process can retry alone: others only wait for them. Once
-        # DDP `sends_gradients`, a retry is impossible, because each is sent once. It is also
-        # impossible if memory ran out while DDP made its buckets. Then some gradients are still the
-        # zeros of `set_expanded_zero_grads`, which are not contiguous and in no bucket.
-        gradients = (p.grad for p in self.wrapper.parameters() if p.grad is not None)
-        return not self.sends_gradients and all(g.is_contiguous() for g in gradients)
+        return nullcontext() if enabled else self.wrapper.no_sync()
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         # After the first step DDP knows the order in which backward computes gradients. The next
@@ -110,7 +83,7 @@ class DDPProcess(TorchrunProcess):
         # the old buckets and would keep them in memory. Later steps keep their buckets, and set the
         # gradients in them to zero.
         if self.buckets_are_final:
-            self.free_or_zero_gradients(optimizer)
+            optimizer.zero_grad(set_to_none=False)
         else:
             set_expanded_zero_grads(self.wrapper)
             self.buckets_are_final = True

@@ -130,9 +130,6 @@ class FSDPProcess(TorchrunProcess):
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
-    def can_retry_alone(self) -> bool:
-        return False  # forward gathers weights, which the other processes would not send again
-
     def full_state_dicts(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         # Gather one tensor at a time: all whole tensors together might not fit on the device.
         return tree_map_only(

@@ -75,7 +75,7 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     Returns the losses of this process's micro-batches, (A,) with A = --grad-accum-steps, and the
     norm of the gradients before clipping, a scalar. Both tensors stay on the device, so Python does
     not wait for it. (Only on MPS Python has to read the norm, so there the norm is on the CPU.)
-    Raises MemoryError if memory runs out with all policies (see `retry_on_out_of_memory`).
+    Raises the errors of `retry_on_out_of_memory` if memory runs out.
     """
     settings, process, clock = run.settings, run.process, run.clock
     for group in run.optimizer.param_groups:
@@ -96,11 +96,11 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     return torch.stack(losses), grad_norm
 
 
-def accumulate(run: Run, average: bool = True) -> list[Tensor]:
+def accumulate(run: Run) -> list[Tensor]:
     """Run forward and backward over the micro-batches of a step; return their losses, each ().
 
-    The gradients are summed in `.grad`, where the optimizer reads them. With `average` they are
-    then averaged over all processes. Without `average` they stay this process's own gradients.
+    The gradients are summed in `.grad`, where the optimizer reads them. The last backward also
+    averages them over all processes.
     """
     settings, layout, clock = run.settings, run.process.layout, run.clock
     n_global, losses = run.global_micro_batches_per_step, []
@@ -116,7 +116,7 @@ def accumulate(run: Run, average: bool = True) -> list[Tensor]:
         input_ids, labels = run.training_batches[batch_id]  # each (B, T)
 
         clock.begin_phase("forward")
-        sync = average and batch_id == ids[-1]
+        sync = batch_id == ids[-1]
         with run.process.gradient_sync(sync), run.gradient_tree.micro_batch(micro_batch):
             with run.autocast():
                 # `wrapped_model` is `run.model` itself or, with DDP, a wrapper whose backward

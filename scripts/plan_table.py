@@ -193,10 +193,11 @@ def describe_host(plan: Plan) -> str:
 
 def if_memory_runs_out(plan: Plan | None) -> Iterator[Plan]:
     """Yield the plans that a run falls back to. The run uses the first of them when memory runs
-    out with `plan`, and each later one when memory runs out with the one before. (With shards, the
-    policy changes only when torchrun restarts the run; its flag is --max-restarts.)"""
+    out with `plan`, and each later one when memory runs out with the one before. (With several
+    processes, the policy changes only when torchrun restarts the run; its flag is --max-restarts.)
+    """
     if plan and longest_sequence(plan) is None and plan.settings.on_out_of_memory == "deeper":
-        share = RESTART_SHARE_OF_FAILED_PEAK if plan.layout.shard_degree > 1 else 1
+        share = RESTART_SHARE_OF_FAILED_PEAK if plan.layout.kind != "one" else 1
         plans: Iterator[Plan] = chain([plan], plan.deeper())
         while following := next(plans := plans_to_try(plans, share=share), None):
             yield following

@@ -22,24 +22,24 @@ FLOOR["data"] = FLOOR["planner"]
 # wrapped call cost nothing, so no limit ever shortens a word. A limit of a file would make files
 # split; one of a room makes them simpler.
 ROOMS = {
-    "the root": 412,
+    "the root": 396,
     "memory": 527,
     "planner": 1_110,
-    "trainer": 2_441,
+    "trainer": 2_152,
     "data": 639,
-    "scripts": 1_263,
+    "scripts": 1_366,
     "studies": 69,
-    "all without tests": 6_453,
-    "tests": 6_459,
+    "all without tests": 6_259,
+    "tests": 6_354,
 }
-FILES_IN = {"trainer": 20, "scripts": 15}
+FILES_IN = {"trainer": 20, "scripts": 16}
 # Of a file: what is read from top to bottom, and pages.
 FILES_READ = {
     "README.md": 160,
     "README.zh-CN.md": 150,
     "model.py": 286,
     "train_minimal.py": 286,
-    "train_ddp.py": 143,
+    "train_ddp.py": 112,
     "train_fsdp.py": 157,
     "train_sp.py": 132,
     "docs/change.md": 120,

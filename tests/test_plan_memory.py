@@ -285,7 +285,7 @@ def test_what_a_run_takes_when_memory_runs_out(flags):
     """Each is what trainer/run.py, or a restart, takes after the one before it."""
     answer = ask(flags)
     plan, expected = question(flags).with_policy(answer.json["takes"]), []
-    share, plans = 0.75 if "--fsdp" in flags else 1, [plan, *plan.deeper()]
+    share, plans = 0.75 if "--nproc" in flags else 1, [plan, *plan.deeper()]
     while plans := [*plans_to_try(plans, share=share)]:
         plan, *_ = plans
         seconds = plan.seconds if plan.card else None

@@ -1,6 +1,5 @@
-"""Several processes, one of which runs out of memory. Where the others need not know, it goes
-deeper alone; else all begin again, and deeper.
-Nothing else changes.
+"""Several processes, one of which runs out of memory: torchrun starts all again, and deeper, and
+nothing else changes. And processes that have policies of their own from the start.
 
 Where a step runs out, and how: PLACES of tests/harness/shortage.py.
 """
@@ -28,7 +27,6 @@ from harness.runs import (
     same,
     snapshot,
     start_together,
-    train_here,
 )
 
 from planner import Layout
@@ -51,57 +49,7 @@ def recompute(path: Path) -> list[str]:
     return [record["recompute"] for record in metrics(path)]
 
 
-# ---- Alone
-
-
-def everywhere(steps: int) -> str:
-    """Faults within reach in each step, of one process or of both; the first two are rehearsed."""
-    places = ["rehearsed:0:1", "early:1:1", "early:0:2", "rehearsed:1:2"]
-    for step in range(3, steps + 1):
-        place = "early" if step % 5 else "data"
-        places += [f"{place}:{rank}:{step}" for rank in (0, 1) if step % 3 != rank]
-    return " ".join(places)
-
-
-MORE = [
-    "--no-amp --optimizer=muon --use-activation-checkpoint=selective",
-    "--no-amp --grad-accum-steps=3 --eval-interval=2",
-    "--amp-dtype=bfloat16 --grad-accum-steps=2 --compress-gradients",
-    "--amp-dtype=bfloat16 --grad-accum-steps=4 --reproducible-sums",
-    "--amp-dtype=float16 --grad-accum-steps=2 --use-activation-checkpoint=cheap",
-    "--amp-dtype=bfloat16 --use-activation-checkpoint=mlp --loss-chunks=3",
-]
-
-
-@row("`train_ddp.py`: one of two processes runs out")
-@row("`train_ddp.py`: one process has")
-@pytest.mark.parametrize(
-    ("steps", "flags"),
-    [(5, "--no-amp --eval-interval=2"), *(case(24, ways, marks=slow) for ways in MORE)],
-)
-def test_one_process_goes_deeper_and_the_others_need_not_know(steps, flags, tmp_path):
-    """In forward, in a backward before the last, before both; and anywhere in the rehearsal."""
-    path, flags, faults = tmp_path / "run.pt", flags.split(), everywhere(steps)
-    said = broken_together(path, faults, *flags, f"--num-steps={steps}").stdout
-    whole = undisturbed_together(*flags, f"--num-steps={steps}")
-    assert bits(path, 0) == bits(path, 1) == bits(whole)
-    for rank in (0, 1):
-        assert history(path, rank)[steps]["rescues"] == faults.count(f":{rank}:")
-        lines = re.findall(rf"^warning  step (\d+): .* same results \(rank {rank}\)$", said, re.M)
-        assert lines == re.findall(rf":{rank}:(\d+)", faults)
-    typed, used = recompute(whole)[0], recompute(path)[-1]
-    assert typed not in recompute(path)
-    assert snapshot(path)["config"]["recompute"] == used
-    # And flags stay as they were typed.
-    alone = f"--grad-accum-steps={2 * snapshot(path)['args']['grad_accum_steps']}"
-    assert train_here(path, "--resume", f"--num-steps={steps + 1}", alone) == 0
-    assert recompute(path)[-1] == typed
-
-
-# ---- Together
-
 FLOAT16 = "--amp-dtype=float16 --compress-gradients"
-LATER, SHARDED = row("`train_ddp.py`: one process runs"), row("`train_fsdp.py`, `train_sp.py`: one")
 
 
 def restarted(
@@ -112,24 +60,22 @@ def restarted(
     return run(by_torchrun(path, *flags, **how), timeout=400, FAULTS=faults, **env)
 
 
+@row("one of several processes runs")
 @pytest.mark.parametrize(
     ("script", "flags", "faults", "restarts"),
     [
-        # (A shortage that is there from the start is rehearsed: no other restart.)
-        case("train_ddp", "--no-amp", "last:0:3 rehearsed:1:3:1", 1, marks=[LATER, slow]),
-        case("train_fsdp", "--no-amp", "sharded:0:3", 1, marks=[SHARDED, slow]),
+        ("train_ddp", "--no-amp", "last:0:3", 1),
+        case("train_fsdp", "--no-amp", "anywhere:0:3", 1, marks=slow),
         case("train_ddp", "--no-amp --grad-accum-steps=2", "buckets:0:2", 1, marks=slow),
-        case("train_ddp", "--no-amp --grad-accum-steps=2", "last:1:2", 1, marks=slow),
+        case("train_ddp", "--no-amp --grad-accum-steps=2", "anywhere:1:2", 1, marks=slow),
         case("train_ddp", FLOAT16, "last:0:1 last:1:1", 1, marks=slow),
-        case("train_fsdp", f"{SHAPE} --no-amp", "sharded:1:1 sharded:0:2:1", 2, marks=slow),
+        case("train_fsdp", f"{SHAPE} --no-amp", "anywhere:1:1 anywhere:0:2:1", 2, marks=slow),
         # (One restart: its first deeper policy is the smallest already.)
-        case("train_sp", f"{SHAPE} --no-amp --dropout=0", "sharded:0:3", 1, marks=slow),
+        case("train_sp", f"{SHAPE} --no-amp --dropout=0", "anywhere:0:3", 1, marks=slow),
     ],
 )
-def test_where_all_have_to_know_torchrun_starts_them_again_and_deeper(
-    script, flags, faults, restarts, tmp_path
-):
-    """In the last backward, or while DDP makes its buckets; with shards anywhere."""
+def test_torchrun_starts_all_again_and_deeper(script, flags, faults, restarts, tmp_path):
+    """Wherever memory runs out: in the last backward, while DDP makes its buckets, anywhere."""
     path, flags = tmp_path / "run.pt", [*flags.split(), "--num-steps=4"]
     how = {"script": script, "restarts": 3}
     result = restarted(path, faults, *flags, "--save-interval=1", **how)
@@ -150,9 +96,8 @@ def test_where_all_have_to_know_torchrun_starts_them_again_and_deeper(
     [
         # Some weights may have changed: it says nothing of the policy.
         case("update:0:3", "", marks=slow),
-        case("sharded:0:3", "--on-out-of-memory=stop", marks=slow),
+        case("anywhere:0:3", "--on-out-of-memory=stop", marks=slow),
         case("last:0:3", "--use-activation-checkpoint=qkv:1,attn", marks=slow),
-        case("early:1:3", "--use-activation-checkpoint=qkv:1,attn", marks=slow),
         case("kill:0:3", "", marks=slow),
     ],
 )

@@ -138,7 +138,7 @@ def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrai
         data=data,
         snapshot_metadata=metadata,
         model=model,
-        wrapped_model=process.wrap(model),
+        wrapped_model=process.wrap(model, settings),
         optimizer=optimizer,
         scaler=scaler,
         precision=precision,

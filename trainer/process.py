@@ -8,8 +8,8 @@ override those that depend on what a process holds of the model.
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,12 +33,8 @@ class OneProcess:
 
     script = "train_minimal.py"
     has_own_recompute_policy = True  # each process may have its own recompute policy
-    # True with DDP, which sends gradients during backward. So a backward that runs out of memory
-    # cannot be repeated. Therefore each of the first steps begins with a trial, which sends no
-    # gradients and can be repeated (see `retry_on_out_of_memory`). False with one process, which
-    # sends nothing, and with FSDP: its forward exchanges weights, so even a trial could not be
-    # repeated, and would not help.
-    rehearses_first_steps = False
+    # Whether a step that runs out of memory can be repeated (see `retry_on_out_of_memory`)
+    can_repeat_steps = True
 
     def __init__(self, device: torch.device, layout: Layout = ONE_PROCESS):
         """Set up a process that computes on `device`. `layout`: what the processes share."""
@@ -96,7 +92,7 @@ class OneProcess:
         """
         return whole
 
-    def wrap(self, model: MiniGPT) -> nn.Module:
+    def wrap(self, model: MiniGPT, settings: Settings) -> nn.Module:
         """Return the module that the loop calls: `model`, or a wrapper around it."""
         return model
 
@@ -105,14 +101,13 @@ class OneProcess:
         n = len(ids) // self.layout.replicas
         return ids[n * self.layout.replica :][:n]  # neighbours
 
-    @contextmanager
-    def gradient_sync(self, enabled: bool) -> Iterator[None]:
-        """Context of forward *and* backward of a micro-batch.
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
+        """Return the context of forward *and* backward of a micro-batch.
 
         If `enabled`, backward averages the gradients over all processes (with --reproducible-sums:
         sums them). Otherwise each process sums its own gradients.
         """
-        yield
+        return nullcontext()
 
     def clip_gradients(
         self, parameters: Iterable[nn.Parameter], limit: float, foreach: bool | None = None
@@ -143,17 +138,6 @@ class OneProcess:
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the gradients after the update, so that the next forward can use their memory."""
         optimizer.zero_grad()
-
-    def free_or_zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Free the gradients of a step that will be repeated.
-
-        If they persist (DDP's buckets), set them to zero instead.
-        """
-        optimizer.zero_grad(set_to_none=not self.layout.gradients_persist)
-
-    def can_retry_alone(self) -> bool:
-        """Return True if this process can repeat forward and backward without other processes."""
-        return True
 
     def remember_failed_policy(self, policy: str) -> None:
         """Store `policy`, with which memory ran out, for the processes that torchrun starts next.
@@ -221,11 +205,6 @@ class OneProcess:
         with suppress(OSError):
             tqdm.write(line)
             sys.stdout.flush()
-
-    def print_rank(self, line: str) -> None:
-        """Print a line about this process alone. With several processes, add its rank."""
-        which = f" (rank {self.rank})" if self.layout.world_size > 1 else ""
-        OneProcess.print0(self, line + which)
 
     def showing_message(self, message: str) -> AbstractContextManager[Any]:
         """Return a context for a long task; a terminal shows `message` until the context ends."""

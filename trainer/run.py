@@ -27,10 +27,6 @@ from .reproducible_sums import GradientTree
 from .settings import Settings
 from .snapshot import State, save_snapshot
 
-# Number of steps at the start of a DDP run that are rehearsed: each is first run once without
-# sending gradients (see `retry_on_out_of_memory`). Two steps are needed, because the second step
-# needs more memory than the first, for the optimizer's state and DDP's final buckets.
-N_REHEARSAL_STEPS = 2
 # Free bytes of a GPU below which a vague error of a CUDA library means a lack of memory. The
 # libraries load their kernels and make their workspaces, some ten MB each, at their first use.
 LITTLE_FREE_BYTES = 256 * 2**20
@@ -166,38 +162,27 @@ def is_save_overdue(run: Run) -> bool:
 # and backward can be discarded and repeated with a deeper policy (one that needs less memory). The
 # run ends with the same weights as a run that had the deeper policy, or enough memory, from the
 # start.
+#
+# One of several processes cannot repeat its part, because it has already exchanged tensors with the
+# others. So the run ends. If torchrun starts it again, all processes begin with a deeper policy.
 
 
-def retry_on_out_of_memory(run: Run, accumulate: Callable[..., list[Tensor]]) -> list[Tensor]:
+def retry_on_out_of_memory(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]:
     """Call `accumulate(run)`, which runs forward and backward of a step. Return its result, the
     losses.
 
     When memory runs out, call `accumulate` again with a policy that needs less memory, as often as
-    necessary. With DDP, backward cannot be repeated, because DDP sends gradients during backward.
-    So with DDP each of the first N_REHEARSAL_STEPS steps is rehearsed: the step is first run once
-    without sending gradients, to find a policy that fits.
-
-    Raises MemoryError if no policy needs less memory. Raises the allocator's error if the step
-    cannot be repeated, or with --on-out-of-memory stop.
+    necessary. Raises MemoryError if no policy needs less memory. Raises the allocator's error with
+    several processes, or with --on-out-of-memory stop.
     """
-    if run.settings.on_out_of_memory == "stop":
-        return accumulate(run)
-    if run.process.rehearses_first_steps and run.clock.steps < N_REHEARSAL_STEPS:
-        accumulate_until_it_fits(run, lambda run: accumulate(run, average=False))
-        run.process.free_or_zero_gradients(run.optimizer)
-    return accumulate_until_it_fits(run, accumulate)
-
-
-def accumulate_until_it_fits(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]:
-    """Return `accumulate(run)`. Each time memory runs out, call `accumulate` again with a policy
-    that needs less memory."""
     while True:
         try:
             return accumulate(run)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if run.settings.on_out_of_memory == "stop" or not is_out_of_memory(error):
                 raise
-            if not run.process.can_retry_alone():
+            if not run.process.can_repeat_steps:
+                # If torchrun starts the processes again, `policy_after_out_of_memory` reads this.
                 run.process.remember_failed_policy(run.model.config.recompute)
                 raise
             message = str(error)
@@ -214,11 +199,11 @@ def free_and_switch_policy(run: Run, message: str) -> None:
     less memory. Memory may run out in this function, too. So a run near its limit has planned all
     policies at its start, and every error in this function ends the run in the same way.
     """
-    process, device, config = run.process, run.process.device, run.model.config
+    device, config = run.process.device, run.model.config
     seen = None
     with suppress(Exception):
         run.clock.discard_measured_memory()
-        process.free_or_zero_gradients(run.optimizer)
+        run.optimizer.zero_grad()
         # A backward that failed leaves tasks in autograd's queue, and the tasks keep the graph
         # alive (pytorch#82218). The next backward clears the queue. So run a tiny backward here.
         torch.zeros((), device=device, requires_grad=True).backward()
@@ -237,10 +222,6 @@ def free_and_switch_policy(run: Run, message: str) -> None:
             deeper = run.plans[1:] or run.plans[0].deeper()
             return switch_policy(run, [*plans_to_try([run.plans[0], *deeper], seen)])
     run.model.config = config
-    # This error ends all processes. If torchrun then starts them again, they read this policy, and
-    # look for a policy that needs less memory.
-    with suppress(Exception):
-        process.remember_failed_policy(config.recompute)
     raise MemoryError(message)
 
 
@@ -260,7 +241,7 @@ def switch_policy(run: Run, plans: Sequence[Plan]) -> None:
             run.policies_out_of_memory.append(config.recompute)
             rounds = run.settings.compile or run.settings.mlp_chunks != 1
             same = "" if rounds else ": same results"
-            return run.process.print_rank(
+            return run.process.print0(
                 f"warning  step {run.step}: out of memory with recompute {config.recompute}; again,"
                 f" and from now on, with {plan.policy} ({format_bytes(plan.peak)} predicted){same}"
             )

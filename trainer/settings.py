@@ -186,7 +186,8 @@ class Settings:
         " half of a block, in at most N chunks of at least 64 tokens; 1 = all at once, 0 = "
         "automatic; chunks change the rounding of six gradients per block (default: 1)")
     on_out_of_memory: str = row("deeper", ("deeper", "stop"),
-        help="deeper: do the step again, and all later steps, with a policy that needs less; the "
+        help="deeper: do the step again, and all later steps, with a policy that needs less (with "
+        "several processes: end with exit code 4, and begin so if torchrun starts them again); the "
         "results are the same. stop: end with exit code 4 (default: {default})")
 
     batch_size: int = row(12, SIZE, group="training",

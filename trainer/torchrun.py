@@ -33,6 +33,9 @@ class TorchrunProcess(OneProcess):
     """A process that torchrun started. Environment variables give its rank and rank 0's address."""
 
     kind = "ddp"  # of the processes' Layout
+    # DDP sends gradients during backward, and FSDP gathers weights in forward: a process that
+    # repeats either sends them twice, and mixes up the steps of two processes.
+    can_repeat_steps = False
 
     def __init__(self, settings: Settings):
         """Read torchrun's environment variables, and choose the device.

@@ -16,9 +16,8 @@ ROOM        bytes of memory that the fault `oom` leaves free
 COLLECTIVES if set, the bytes of collectives are recorded
 
 After each step each process writes a record to the file RUN.rankR.jsonl, next to the snapshot
-RUN.pt. A record contains hashes of the weights and of the moments, the loss scale, the collectives
-and the number of rescues. `history` reads the file. The trainers themselves have no code for
-faults or records.
+RUN.pt. A record contains hashes of the weights and of the moments, the loss scale and the
+collectives. `history` reads the file. The trainers themselves have no code for faults or records.
 """
 
 import importlib
@@ -181,7 +180,6 @@ def train_step(run: Run, *others: Act) -> Any:
         "moments": weights_hash(moments),
         "scale": run.scaler.get_scale() if run.scaler.is_enabled() else None,
         "collectives": sorted(collectives.seen),
-        "rescues": len(run.policies_out_of_memory),
     }
     with open(
         snapshot.sibling_path(run.settings.checkpoint_path, f".rank{RANK}.jsonl"), "a"

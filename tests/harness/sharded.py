@@ -169,7 +169,8 @@ def learn(process: OneProcess, variant: dict, dtype: torch.dtype, in_all: int = 
     optimizer = make_optimizer(model, settings, process.device, dtype)
     if exact == torch.float64:  # use SGD: the trainers' own optimizers compute in float32
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    wrapper, tree = process.wrap(model), GradientTree((), in_all // process.layout.replicas)
+    wrapper = process.wrap(model, settings)
+    tree = GradientTree((), in_all // process.layout.replicas)
     said = [train_step(process, wrapper, optimizer, batches, tree, dtype) for _ in range(3)]
     found = process.full_state_dicts(model, optimizer)
     with torch.no_grad(), autocast(dtype):
@@ -368,7 +369,7 @@ def measure(process: FSDPProcess, case: Case) -> int:
     process.reproducible_sums = in_tree
     model, batches = new_model(process, case.config), draw()
     optimizer = make_optimizer(model, case.settings, process.device, torch.float32)
-    process.wrap(model)
+    process.wrap(model, case.settings)
     tree = GradientTree(model.parameters() if in_tree else (), case.micro_batches)
 
     def step() -> None:
@@ -406,8 +407,7 @@ def buckets(words: list[str]) -> int:
 
     After the micro-batch that averages gradients, all gradients are in DDP's buckets. So the check
     is that they are in the same storages after every other micro-batch, too. The storages change
-    once: DDP makes its final buckets in the first forward of the second step. The first two steps
-    are rehearsed (see `retry_on_out_of_memory` in trainer/run.py), so they run twice.
+    once: DDP makes its final buckets in the first forward of the second step.
     """
     # Before and after each micro-batch: address of a storage with gradients -> bytes.
     seen: list[dict[int, int]] = []
@@ -426,9 +426,9 @@ def buckets(words: list[str]) -> int:
 
     with patch.object(DDPProcess, "gradient_sync", watched):
         code = train_ddp.main(words)
-    first, final, n_bytes = seen[1:8:2], seen[9::2], sum(seen[1].values())
-    assert first == 4 * first[:1] and final == 6 * final[:1], "gradients beside DDP's buckets"
-    assert sum(seen[8].values()) < n_bytes / 10, "the first buckets are there beside the final"
+    first, final, n_bytes = seen[1:4:2], seen[5::2], sum(seen[1].values())
+    assert first == 2 * first[:1] and final == 4 * final[:1], "gradients beside DDP's buckets"
+    assert sum(seen[4].values()) < n_bytes / 10, "the first buckets are there beside the final"
     print(f"{n_bytes} bytes, from the first on")
     return code
 

@@ -1,6 +1,5 @@
 """Make a step run out of memory at a chosen operator of its forward or backward."""
 
-import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 import train_minimal
 import trainer.run
-from trainer.plan import Plan
 from trainer.run import Run
 from trainer.shutdown import run_safely
 
@@ -59,15 +57,15 @@ def running_out(step: int, *places: Place) -> Iterator[list[Shortage]]:
     accumulate, modes = train_minimal.accumulate, [Shortage(*place) for place in places]
     left = iter(modes)
 
-    def attempt(run: Run, *how: Any, **more: Any) -> list[torch.Tensor]:
+    def attempt(run: Run) -> list[torch.Tensor]:
         mode = next(left, None) if run.step == step else None
         if mode is None:
-            return accumulate(run, *how, **more)
+            return accumulate(run)
         # A failed attempt may leave dispatch modes of checkpoints open until its frames are freed.
         # `mode` must end after these modes. Otherwise torch 2.9 believes that a mode is still open,
         # and compiles nothing.
         opened.enter_context(mode)
-        losses = accumulate(run, *how, **more)
+        losses = accumulate(run)
         opened.close()
         return losses
 
@@ -101,78 +99,30 @@ def running_out_again(at: int, error: Exception) -> Iterator[list[int]]:
         yield calls
 
 
-# The places where one of several processes can run out of memory in a step:
-# rehearsed  in the rehearsal of the step
-# data       before the first forward
-# early      in a forward, or in a backward before the last backward
-# last       in the last backward, in which gradients are averaged
-# buckets    before the first forward of the second step, while DDP makes its final buckets
-# sharded    at operator 60 of a trainer with shards, where every attempt needs all processes
-PLACES = ("rehearsed", "data", "early", "last", "buckets", "sharded")
+# Where one of several processes can run out of memory in a step, and at which of these operators:
+# buckets    before the first forward. In the second step DDP makes its final buckets there: the
+#            processes agree on them, allocate them, and copy existing gradients
+# last       in the last backward, in which DDP averages gradients
+# anywhere   of the step
+PLACES = {"buckets": 30, "last": 40, "anywhere": 60}
 
 
-def plans_of_flags(run: Run) -> list[Plan]:
-    """Return the plan of the run's flags, and its `deeper` plans."""
-    where = run.process.device, run.precision
-    vocab_size, layout = run.model.config.vocab_size, run.process.layout
-    plan = Plan(run.settings, vocab_size, *where, layout=layout)
-    return [plan, *plan.deeper()]
+def strike(place: str, run: Run) -> None:
+    """Make this process run out of memory at `place` of the next step, which ends its run."""
+    real, calls = train_minimal.accumulate, list[str]()
+    run.model.register_forward_pre_hook(lambda *_: calls.append("begins"))
+    run.model.register_forward_hook(lambda *_: calls.append("ended"))
 
+    def counts() -> bool:
+        last = calls.count("ended") == run.settings.grad_accum_steps
+        return {"buckets": not calls, "last": last}.get(place, True)
 
-def strike(place: str, run: Run) -> Callable[[], None]:
-    """Make the next step run out of memory once at `place`, mostly at a random operator. Return a
-    function that undoes the change.
-
-    For the places rehearsed, data and early the step begins with the policy of the flags, whatever
-    policy an earlier rescue has chosen. So each step can be rescued again.
-    """
-    draw, left = random.Random(f"{place} {run.process.rank} {run.step}"), [place]
-    real, begin, after = train_minimal.accumulate, run.clock.begin_phase, draw.random() < 0.5
-    if place in ("rehearsed", "data", "early"):
-        run.model.config = run.settings.model_config(run.model.config.vocab_size)
-        kept: Any = run  # planned at the first strike
-        kept.first_plans = getattr(run, "first_plans", None) or plans_of_flags(run)
-        run.plans = kept.first_plans
-
-    def attempt(at: int | None, average: bool) -> tuple[list[torch.Tensor], int]:
-        parts = ["data"]
-
-        def note(phase: str) -> None:
-            parts.append(phase)
-            begin(phase)
-
-        def counts() -> bool:
-            last = parts.count("model is done") == run.settings.grad_accum_steps
-            known = {"data": "forward" not in parts, "early": not last, "last": last}
-            return {**known, "buckets": parts[-1] == "forward"}.get(place, True)
-
-        mode = Shortage(at, after, counts)
-        hooks = [run.model.register_forward_pre_hook(lambda *_: parts.append("model"))]
-        hooks += [run.model.register_forward_hook(lambda *_: parts.append("model is done"))]
-        try:
-            with patch.object(run.clock, "begin_phase", note), mode:
-                return real(run, average), mode.operators
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    # At "buckets", operators 6 to 60 are those in which DDP's processes agree on the buckets,
-    # allocate the buckets, and copy existing gradients.
-    at = {"data": 2, "buckets": draw.randint(6, 60), "sharded": 60}.get(place)
-    if at is None:
-        for _ in range(2):  # (count the second attempt: the first may make buckets)
-            _, operators = attempt(None, average=False)
-        at = draw.randint(1, operators)
-        run.process.free_or_zero_gradients(run.optimizer)
-
-    def accumulate(run: Run, average: bool = True) -> list[torch.Tensor]:
-        if left and average != (place in ("rehearsed", "buckets")):
-            left.clear()
-            return attempt(at, average)[0]
-        return real(run, average)
+    def accumulate(run: Run) -> list[torch.Tensor]:
+        with Shortage(PLACES[place], counts=counts):
+            real(run)
+        raise AssertionError(f"step {run.step} has fewer operators {place}")
 
     train_minimal.accumulate = accumulate
-    return lambda: setattr(train_minimal, "accumulate", real)
 
 
 def operators_of_each(run: Run, steps: int) -> list[int]:
