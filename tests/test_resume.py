@@ -143,15 +143,14 @@ def test_other_flags_may_be_typed_and_are_said(path, tmp_path, capsys):
 @pytest.mark.parametrize("typed", [(), ("--eval-tokens=64",)])
 def test_the_lowest_loss_is_of_the_same_windows(path, tmp_path, capsys, typed):
     """Where they are others, no loss of before keeps the next best weights from being saved."""
-    best, log = tmp_path / "run.best.pt", tmp_path / "run.metrics.jsonl"
+    best = tmp_path / "run.best.pt"
     assert train_here(path, "--eval-tokens=32") == 0
     before = best.read_bytes()
     torch.save(snapshot(path) | {"best_val_loss": 0.25}, path)
-    log.write_text(re.sub(r'"val_loss": [\d.]+', '"val_loss": 0.125', log.read_text()))
     assert resume_alone(path, "--num-steps=21", *typed) == 0
     says = f"counts as the lowest so far and replaces {best}\n"
     assert (says in capsys.readouterr().out) == (best.read_bytes() != before) == bool(typed)
-    lowest = metrics(path)[-1]["val_loss"] if typed else 0.125
+    lowest = metrics(path)[-1]["val_loss"] if typed else 0.25
     assert snapshot(best if typed else path)["best_val_loss"] == lowest
 
 
