@@ -9,6 +9,9 @@ test_reliability.py.)
 import os
 import shutil
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from unittest.mock import Mock
@@ -29,7 +32,7 @@ from trainer.device import MemoryBudget
 from trainer.plan import plan_run
 from trainer.process import OneProcess
 from trainer.snapshot import LoadedSnapshot
-from trainer.torchrun import TorchrunProcess, peer_failure_message
+from trainer.torchrun import TorchrunProcess, agree_on_key, peer_failure_message
 
 slow = pytest.mark.slow
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -192,6 +195,18 @@ def test_gradients_travel_once_a_step(tmp_path, script, flags, expected):
 # ---- They meet
 
 
+def test_each_attempt_meets_under_a_name_of_its_own():
+    """Whoever comes first finds what the attempt before has left, and must not take it."""
+    store, names, how = dist.HashStore(), set(), (2, timedelta(seconds=30))
+    for attempt in range(1, 4):
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(agree_on_key, store, attempt % 2, *how)
+            time.sleep(0.2)
+            assert agree_on_key(store, 1 - attempt % 2, *how) == first.result()
+        names.add(first.result())
+        assert len(names) == attempt
+
+
 @pytest.mark.parametrize(("kind", "depth"), [(DDPProcess, 3), (FSDPProcess, 3), (SPProcess, 4)])
 def test_no_process_takes_back_what_one_above_it_has_changed(kind, depth):
     """On the way down from OneProcess, a flag or a method has each value once."""
@@ -253,6 +268,7 @@ OF_NCCL, IN_VAIN, ENDED = dist.DistBackendError, "waited 5 s for the others in v
     [
         (OF_NCCL(WATCHDOG), IN_VAIN),
         (OF_NCCL(f"{ABORTED}Original reason for failure was: {WATCHDOG}"), IN_VAIN),
+        (TimeoutError(), IN_VAIN),
         (OF_NCCL(OTHER_END), "ended (socketProgress: Connection closed by remote peer node1<4242>"),
         (OF_NCCL(ABORTED), "ended (NCCL communicator was aborted on rank 0"),
         (dist.DistNetworkError("recv failed"), ENDED),

@@ -1,11 +1,13 @@
 """Connect the processes that torchrun started, and end all of them when one of them fails."""
 
+import hashlib
 import os
 import re
 import sys
 import textwrap
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -120,15 +122,19 @@ class TorchrunProcess(OneProcess):
         """
         options: dict[str, Any] = {"timeout": self.timeout}
         if self.store is not None:
-            # The store also has the addresses of processes that died (pytorch#135712). So each time
-            # torchrun starts the processes, they store their addresses under another prefix.
-            restart_count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(f"minigpt/start/{restart_count}", self.store)
+            # The store also has the addresses of processes that died (pytorch#135712). So the
+            # living processes store their addresses under a prefix that only they use.
+            key = agree_on_key(self.store, self.rank, self.layout.world_size, self.timeout)
+            store = dist.PrefixStore(key, self.store)
             options |= {"store": store, "rank": self.rank}
             options["world_size"] = self.layout.world_size
         try:
             dist.init_process_group("gloo", **options)
         except RuntimeError as error:
+            if "EADDRINUSE" in str(error):
+                raise MiniGPTError(
+                    f"MASTER_PORT={self.port}: another program has this port; choose another"
+                ) from None
             if not UNREACHABLE_PATTERN.search(str(error)):
                 raise
             raise MiniGPTError(
@@ -164,6 +170,30 @@ class TorchrunProcess(OneProcess):
         return dist.new_group(backend="nccl", timeout=self.timeout, device_id=self.device)
 
 
+def agree_on_key(store: "dist.Store", rank: int, world_size: int, timeout: timedelta) -> str:
+    """Return a key that all processes of this attempt agree on, and that no earlier attempt used.
+
+    A new attempt begins each time torchrun starts the processes again. Each process writes a random
+    key over the key of the same rank in the attempt before. Then it repeatedly reads the keys of
+    all ranks, and writes the hash of them. A hash that includes this process's new key must come
+    from a living process. So when the hashes of all ranks are equal, all processes are alive and
+    agree, and the hash is the result. (torchrun also counts attempts, but its counts can differ
+    between machines.)
+
+    Raises TimeoutError if the processes do not agree within `timeout`.
+    """
+    store.set(f"minigpt/key/{rank}", uuid.uuid4().hex)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        keys = [store.get(f"minigpt/key/{r}") for r in range(world_size)]
+        name = hashlib.sha256(b"".join(keys)).hexdigest()
+        store.set(f"minigpt/read/{rank}", name)
+        if all(store.get(f"minigpt/read/{r}") == name.encode() for r in range(world_size)):
+            return name
+        time.sleep(0.05)
+    raise TimeoutError
+
+
 def print_error_once(message: object) -> None:
     """Print an error line once per machine, even if all its processes found the same mistake.
 
@@ -192,8 +222,8 @@ def peer_failure_message(error: Exception) -> str | None:
     Return None also if NCCL finds a fault on this machine: then a traceback is printed.
     """
     text, rank = str(error), os.environ.get("RANK")
-    late = PEER_TIMEOUT_PATTERN.search(text)
-    is_theirs = isinstance(error, dist.DistError) or "gloo/" in text
+    late = isinstance(error, TimeoutError) or PEER_TIMEOUT_PATTERN.search(text)
+    is_theirs = isinstance(error, dist.DistError | TimeoutError) or "gloo/" in text
     if isinstance(error, dist.DistBackendError):
         is_theirs = bool(late or PEER_ENDED_PATTERN.search(text))
     if rank is None or not is_theirs:
