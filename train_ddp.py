@@ -88,6 +88,12 @@ class DDPProcess(TorchrunProcess):
             set_expanded_zero_grads(self.wrapper)
             self.buckets_are_final = True
 
+    def close(self) -> None:
+        # Free DDP first. If its reference to the group were the last, the group's threads would be
+        # joined while this thread holds the GIL, for which they may wait.
+        del self.wrapper
+        super().close()
+
 
 def set_expanded_zero_grads(model: nn.Module) -> None:
     """Set each `.grad` to zeros of the parameter's shape that use the memory of one element.

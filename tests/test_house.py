@@ -22,15 +22,15 @@ FLOOR["data"] = FLOOR["planner"]
 # wrapped call cost nothing, so no limit ever shortens a word. A limit of a file would make files
 # split; one of a room makes them simpler.
 ROOMS = {
-    "the root": 396,
+    "the root": 399,
     "memory": 527,
     "planner": 1_110,
-    "trainer": 2_152,
+    "trainer": 2_165,
     "data": 639,
     "scripts": 1_366,
     "studies": 69,
-    "all without tests": 6_259,
-    "tests": 6_354,
+    "all without tests": 6_275,
+    "tests": 6_359,
 }
 FILES_IN = {"trainer": 20, "scripts": 16}
 # Of a file: what is read from top to bottom, and pages.
