@@ -39,7 +39,7 @@ FILES_READ = {
     "README.zh-CN.md": 150,
     "model.py": 286,
     "train_minimal.py": 286,
-    "train_ddp.py": 112,
+    "train_ddp.py": 115,
     "train_fsdp.py": 157,
     "train_sp.py": 132,
     "docs/change.md": 120,
