@@ -182,7 +182,7 @@ def test_what_was_saved_is_there_and_goes_on(tmp_path, monkeypatch, capsys, data
     (line,) = re.findall("^stopped .*", out, re.M) if expected > 128 else err.splitlines()
     assert re.search(says, line)
     command = f"python train_minimal.py --resume --checkpoint-path {path}"
-    if "smaller model" not in line:
+    if saved or expected != 4:
         assert line.endswith(f"with --resume: {command}" if saved else "(nothing was saved yet)")
         if saved and expected < 128:
             assert f"go on from {path}, step {saved[0]}, " in line
