@@ -19,6 +19,7 @@ from typing import Any
 from planner.choose import nested_checkpoint_policies, recomputed_flops_key, uniform_policies
 from planner.op_recorder import Storage
 from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_name_and_kind, read_source_line
+from scripts.advice import Change
 from trainer.flags import MAX_COUNT
 from trainer.metrics import format_bytes
 from trainer.plan import (
@@ -29,8 +30,6 @@ from trainer.plan import (
     plans_to_try,
 )
 from trainer.settings import Settings, to_words
-
-from .advice import Change
 
 STEP = 64  # tokens; the longest sequence is a multiple of this
 TRIES = 6  # lengths to try by linear interpolation, before bisection

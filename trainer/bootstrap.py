@@ -11,6 +11,7 @@ import _signal as signal  # type: ignore[import-not-found]
 import os
 import sys
 import time
+from io import TextIOWrapper
 
 # The time of a run is measured from here, so it includes `import torch`, which takes 1 to 2 s.
 PROCESS_START = time.perf_counter()
@@ -54,12 +55,14 @@ if IS_MAIN_PROGRAM:
     # stream, and with it everything that C code prints.
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # (`open` takes the lowest free number, which is this one)
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+            setattr(sys, name, stream := open(os.devnull, "r" if name == "stdin" else "w"))
+            os.set_inheritable(stream.fileno(), True)  # the same for the processes that it starts
     # A shell may start a background process with SIGINT ignored. Then SIGINT stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, handle_sigint)
     # Print "?" for a character that stdout's encoding does not have, instead of raising an error.
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    if isinstance(sys.stdout, TextIOWrapper):  # (not in a notebook)
+        sys.stdout.reconfigure(errors="replace")
 
 # (Imported after `handle_sigint` is installed.)
 from types import FrameType  # noqa: E402

@@ -301,8 +301,7 @@ def find_data(
     If `origin` has a tokenizer, the text is encoded with that tokenizer. Raises DataError, or
     SnapshotError as `tokenizer_of_origin` does.
     """
-    names = [*names_with(Rule.DATA), "data_seed"]
-    flags = {name: getattr(settings, name) for name in names}
+    flags = {name: getattr(settings, name) for name in (*names_with(Rule.DATA), "data_seed")}
     return load_dataset(**flags, tokenizer=tokenizer_of_origin(origin), say=process.print0)
 
 
@@ -347,9 +346,8 @@ def restored_progress(
     If the snapshot is not the file at --checkpoint-path, it is copied there, and becomes the newest
     one.
     """
-    step = resumed.state["step"]
+    state, step = resumed.state, resumed.state["step"]
     if resumed.path != settings.checkpoint_path and process.rank == 0:
         copy_as_newest_snapshot(resumed.path, settings.checkpoint_path)
-    same_windows = resume.validation_key(resumed.state) == resume.validation_key(metadata)
-    best = resumed.state["best_val_loss"] if same_windows else math.inf
+    best = math.inf if resume.val_windows_changed(state, metadata) else state["best_val_loss"]
     return {"step": step, "saved_step": step, "best_val_loss": best}

@@ -66,9 +66,14 @@ class StepClock:
 
     def begin_phase(self, phase: str) -> None:
         """End the current phase and begin `phase`."""
+        self.count_seconds()
+        self.phase = phase
+
+    def count_seconds(self) -> None:
+        """Add the seconds since the last call to those of the current phase."""
         now = time.perf_counter()
         self.seconds[self.phase] += now - self.since
-        self.phase, self.since = phase, now
+        self.since = now
 
     @contextmanager
     def paused(self, phase: str) -> Iterator[None]:
@@ -105,7 +110,7 @@ class StepClock:
 
     def training_seconds(self) -> float:
         """Return the seconds of all training phases so far."""
-        self.begin_phase(self.phase)
+        self.count_seconds()
         return sum(self.seconds[phase] for phase in self.TRAINING_PHASES)
 
 
@@ -175,6 +180,7 @@ class PeakMemoryClock(StepClock):
             torch.cuda.reset_peak_memory_stats(device)
         if self.steps == MEASURED_STEP and self.predicted:
             self.print_peak(self.predicted)
+            self.discard_measured_memory()  # the record of a large step takes memory, too
         if self.profiler:
             with self.paused("profile"):
                 self.profiler.step()
@@ -239,8 +245,7 @@ def make_profiler(settings: Settings, clock: PeakMemoryClock) -> profile:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     # acc_events=True: without it some versions of torch warn that they do not keep events across
     # profiling cycles, although there is only one cycle here.
-    n_steps = settings.profile or 0
-    when = schedule(wait=STEPS_BEFORE_PROFILE - 1, warmup=1, active=n_steps, repeat=1)
+    when = schedule(wait=STEPS_BEFORE_PROFILE - 1, warmup=1, active=settings.profile or 0, repeat=1)
     return profile(schedule=when, on_trace_ready=report, acc_events=True)
 
 

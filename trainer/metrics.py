@@ -180,7 +180,8 @@ def finish_wandb() -> None:
     ends the log. But if a run has several processes, a process with an error calls no exit handler.
     So every run calls this function."""
     if wandb := sys.modules.get("wandb"):
-        wandb.finish()
+        with suppress(Exception):  # a lost network must not change the exit code
+            wandb.finish()
 
 
 LOGGER_OPENERS = {"tensorboard": open_tensorboard, "wandb": open_wandb}
@@ -192,17 +193,19 @@ def open_external_logger(settings: Settings, identity: State, step: int, say: Sa
     `step`: the last step that is done. `say`: prints a line. The network, the disk or the service
     may fail, now or later. Then this function, or the writer, raises SaveError.
     """
-    name = settings.log_to
 
     def call(function: Callable, *arguments: object) -> Any:
         try:
             return function(*arguments)
         except Exception as error:  # the loggers raise errors of many libraries
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            way_out = "try again, or leave it out with --log-to none"
-            raise SaveError(f"--log-to {name}: {reason}; {way_out}", exit_code=3) from None
+            raise SaveError(
+                f"--log-to {settings.log_to}: {reason}; try again, or leave it out with --log-to "
+                "none",
+                exit_code=3,
+            ) from None
 
-    log = call(LOGGER_OPENERS[name], settings.checkpoint_path, identity, step, say)
+    log = call(LOGGER_OPENERS[settings.log_to], settings.checkpoint_path, identity, step, say)
 
     def write(record: LogRecord) -> None:
         numbers = {
@@ -222,13 +225,18 @@ def format_line(record: LogRecord, num_steps: int) -> str:
     """Return the log line for the user: fields of a record in a fixed order."""
     peak, share = record["peak_memory_bytes"], record.get("peak_memory_share")  # (of a GPU)
     of_card = "" if share is None else f" ({share:.1%} of the card)"
-    return (
-        f"step {record['step']:>{len(str(num_steps))}}/{num_steps} | epoch {record['epoch']:.2f} | "
-        f"lr {record['lr']:.2e} | loss {format_loss_and_perplexity(record['train_loss'])} | "
-        + (f"val {format_validation(record)} | " if "val_loss" in record else "")
-        + f"{record['step_ms']:.1f} ms/step | {record['tokens_per_s']:,.0f} tok/s | "
-        f"eta {format_time(record['eta_s'])}"
-        + (f" | peak {format_bytes(peak)} {record['peak_memory_kind']}{of_card}" if peak else "")
+    return " | ".join(
+        [
+            f"step {record['step']:>{len(str(num_steps))}}/{num_steps}",
+            f"epoch {record['epoch']:.2f}",
+            f"lr {record['lr']:.2e}",
+            f"loss {format_loss_and_perplexity(record['train_loss'])}",
+            *([f"val {format_validation(record)}"] if "val_loss" in record else []),
+            f"{record['step_ms']:.1f} ms/step",
+            f"{record['tokens_per_s']:,.0f} tok/s",
+            f"eta {format_time(record['eta_s'])}",
+            *([f"peak {format_bytes(peak)} {record['peak_memory_kind']}{of_card}"] if peak else []),
+        ]
     )
 
 

@@ -74,8 +74,7 @@ def where_to_ask(settings: Settings, layout: Layout) -> str:
     n, kind = layout.world_size, layout.kind
     processes = [f"--nproc-per-node={n}"] * (n > 1) + [f"--{kind}"] * (kind in ("fsdp", "sp"))
     words = settings.words(**dict.fromkeys(names_with(Rule.THIS_START)))
-    command = shlex.join(["python", "-m", "scripts.plan_memory", *words, *processes])
-    return f"what fits: {command}"
+    return "what fits: " + shlex.join(["python", "-m", "scripts.plan_memory", *words, *processes])
 
 
 # ---- the plan
@@ -488,23 +487,25 @@ def choose_fitting_policy(plan: Plan) -> Plan:
 
 def predict(plan: Plan, process: OneProcess) -> tuple[list[Plan], str]:
     """Predict the memory of a step. Return the plan and its `deeper` plans, and text for the user,
-    with warnings. If the prediction fails, the list is empty; far from the limit it has no deeper
-    plans. Raises MiniGPTError if the step needs more memory than the device has in total."""
+    with warnings. If the prediction fails, the list is empty; far from the limit, and with
+    several processes, it has no deeper plans. Raises MiniGPTError if the step needs more memory
+    than the device has in total."""
     try:
         check_memory(plan, process, plan.state_bytes)  # needs no simulation
         words, note = describe_peaks(plan), plan.planner.inaccuracy_note
-        hint = where_to_ask(plan.settings, plan.layout)
         words += f"\nnote     {note}" if note else ""
         words += check_memory(plan, process, plan.peak)
         host_bytes, needed = plan.memory_budget.host_usable_bytes, plan.step.host_bytes
         if host_bytes is not None and needed > host_bytes:
             words += (
                 f"\nwarning  each process needs {format_bytes(needed)} of CPU memory for +offload, "
-                f"and may take {format_bytes(host_bytes)}; {hint}"
-            )
+                f"and may take {format_bytes(host_bytes)}; "
+            ) + where_to_ask(plan.settings, plan.layout)
         # To plan what is deeper takes longer than all else here. A run that is far from the limit
-        # does it if memory runs out all the same (run.free_and_switch_policy).
-        return [plan, *(plan.deeper() if plan.peak > plan.usable_bytes // 4 else ())], words
+        # does it if memory runs out all the same (run.free_and_switch_policy). One of several
+        # processes never switches.
+        may_switch = process.can_repeat_steps and plan.peak > plan.usable_bytes // 4
+        return [plan, *(plan.deeper() if may_switch else ())], words
     except MiniGPTError:
         raise
     except Exception as error:  # a failed prediction must not stop training
@@ -549,8 +550,10 @@ def check_memory(plan: Plan, process: OneProcess, needed: int) -> str:
     each = f"{processes} processes, each " if processes > 1 else ""
     need = f"{each}{format_bytes(needed)} predicted"
     hint = where_to_ask(plan.settings, plan.layout)
-    on_gpu = process.device.type == "cuda"
-    capacity = f"the {'GPU' if on_gpu else 'machine'} has {format_bytes(total or 0)}"
+    capacity = (
+        f"the {'GPU' if process.device.type == 'cuda' else 'machine'} has "
+        f"{format_bytes(total or 0)}"
+    )
     if total is not None and processes * needed > total:
         raise MiniGPTError(
             f"out of memory before the first step: {need}, {capacity}; with "

@@ -27,7 +27,7 @@ from .metrics import (
     perplexity,
 )
 from .pretrained import Pretrained, SnapshotOrPretrained
-from .resume import describe_each_change, validation_key
+from .resume import describe_each_change, val_windows_changed
 from .run import Run
 from .settings import to_words
 from .snapshot import LoadedSnapshot, archived_path, files_of_run, sibling_path
@@ -56,9 +56,6 @@ def describe_run(run: Run, plan: str, origin: SnapshotOrPretrained) -> str:
         settings.num_steps * run.global_micro_batches_per_step
     )
     tokens = settings.num_steps * settings.tokens_per_step(process.layout.replicas)
-    on_cpu = process.device.type == "cpu"
-    built_for = torch.version.cuda if on_cpu and settings.device == "auto" else None
-    gpt2_ids_on_cpu = on_cpu and config.vocab_size == 50257 and settings.tokenizer_name is None
     lines = [
         f"data     {run.data.description}",
         f"model    {n_parameters:,} parameters: {describe_model(config)}",
@@ -70,17 +67,23 @@ def describe_run(run: Run, plan: str, origin: SnapshotOrPretrained) -> str:
     ]
     if isinstance(origin, Pretrained):
         lines.insert(2, f"weights  {origin.path}, {origin.description}")
-    notes = {  # line -> whether it is printed
-        "note     GPT-2's vocabulary makes a small model about 15 times slower on a CPU: "
-        "--tokenizer-name bpe trains one on your text": gpt2_ids_on_cpu,
-        f"note     PyTorch, built for CUDA {built_for}, finds no GPU: if there is one, is its "
-        "driver new enough (see nvidia-smi)? --device cpu hides this note": built_for,
-        "compile  the first step waits for the compiler, a minute or more": settings.compile,
-    }
-    lines += [line for line, applies in notes.items() if applies]
-    if isinstance(origin, LoadedSnapshot):
-        return "\n".join(lines + resume_lines(run, origin))
-    return "\n".join(lines + archive_note_lines(run))
+    on_cpu = process.device.type == "cpu"
+    if on_cpu and config.vocab_size == 50257 and settings.tokenizer_name is None:
+        lines.append(
+            "note     GPT-2's vocabulary makes a small model about 15 times slower on a CPU: "
+            "--tokenizer-name bpe trains one on your text"
+        )
+    if on_cpu and settings.device == "auto" and torch.version.cuda:
+        lines.append(
+            f"note     PyTorch, built for CUDA {torch.version.cuda}, finds no GPU: if there is "
+            "one, is its driver new enough (see nvidia-smi)? --device cpu hides this note"
+        )
+    if settings.compile:
+        lines.append("compile  the first step waits for the compiler, a minute or more")
+    more = (
+        resume_lines(run, origin) if isinstance(origin, LoadedSnapshot) else archive_note_lines(run)
+    )
+    return "\n".join(lines + more)
 
 
 def describe_device(run: Run) -> str:
@@ -92,8 +95,10 @@ def describe_device(run: Run) -> str:
     if device.type == "cuda":
         hardware = f" ({torch.cuda.get_device_name(device)}{''.join(allocator)})"
     elif device.type == "cpu":
-        rounding = "another number of threads rounds sums differently"
-        hardware = f" ({threads} thread{'s' if threads > 1 else ''}; {rounding})"
+        hardware = (
+            f" ({threads} thread{'s' if threads > 1 else ''}; "
+            "another number of threads rounds sums differently)"
+        )
     in_tf32 = run.settings.tf32 and device.type == "cuda" and run.precision == torch.float32
     precision = str(run.precision).removeprefix("torch.")
     return f"{device.type}{hardware}, {precision}{', matmuls in TF32' if in_tf32 else ''}"
@@ -116,18 +121,20 @@ def archive_note_lines(run: Run) -> list[str]:
 def resume_lines(run: Run, origin: LoadedSnapshot) -> list[str]:
     """Return lines about a resumed run: its snapshot, its step, and what has changed since the
     save."""
-    saved, now, reason = origin.state, run.snapshot_metadata, origin.fallback_reason
+    about = origin.fallback_reason, f"{origin.path}, step {run.step:,}"
+    lines = [f"resume   {text}" for text in about if text]
+    saved, now = origin.state, run.snapshot_metadata
     # With no step left, no change has an effect.
     changed = describe_each_change(saved, now) if run.step < run.settings.num_steps else []
-    best = sibling_path(run.settings.checkpoint_path, ".best.pt")
-    lines = {  # line -> whether it is printed
-        f"resume   {reason}": reason,
-        f"resume   {origin.path}, step {run.step:,}": True,
-        f"resume   changed, from here on: {', '.join(changed)}": changed,
-        "resume   the validation windows are others than before: the next validation loss counts "
-        f"as the lowest so far and replaces {best}": validation_key(saved) != validation_key(now),
-    }
-    return [line for line, applies in lines.items() if applies]
+    if changed:
+        lines.append(f"resume   changed, from here on: {', '.join(changed)}")
+    if val_windows_changed(saved, now):
+        best = sibling_path(run.settings.checkpoint_path, ".best.pt")
+        lines.append(
+            "resume   the validation windows are others than before: the next validation loss "
+            f"counts as the lowest so far and replaces {best}"
+        )
+    return lines
 
 
 def resume_command(run: Run, path: Path | None = None) -> str:
@@ -200,9 +207,8 @@ def is_log_overdue(run: Run) -> bool:
 
 
 def describe_recent_loss(run: Run, record: dict[str, Any]) -> str:
-    """Return the mean training loss of the last steps as text. If this process ran no step, because
-    only an evaluation was left, return the loss of `record`. All processes must call this
-    together."""
+    """Return the mean training loss of the last steps as text; if none of them is finite, that of
+    `record`. All processes must call this together."""
     values = [loss for losses in run.recent_losses for loss in losses.tolist()]
     # Leave out infinite losses and NaNs: the updates of their steps were skipped.
     finite = [loss for loss in values if math.isfinite(loss)]
@@ -267,8 +273,7 @@ def describe_result(
         "",
         f"train    {describe_recent_loss(run, record)}",
         f"val      loss {format_validation(record)}",
-        # If this process ran no step, because only an evaluation was left, there is no speed.
-        *([f"speed    {tokens / clock.training_seconds():,.0f} tokens/s"] if tokens else []),
+        f"speed    {tokens / clock.training_seconds():,.0f} tokens/s",
         f"memory   peak {format_bytes(usage['peak_memory_bytes'] or 0)} "
         f"({usage['peak_memory_kind']}){describe_out_of_memory_retries(run)}",
         f"time     {format_time(seconds)}, {seconds_before:.1f} s of it before the first step",

@@ -113,9 +113,10 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
     learning rate, the number of steps, and the intervals of logs, evaluations and saves.
     (`check_fixed_flags` checks what must not change before data are read.)
     """
-    names = names_with(Rule.DATA)
-    changed = [name for name in names if saved["args"].get(name) != now["args"][name]]
     if data_changed(saved, now):
+        changed = [
+            name for name in names_with(Rule.DATA) if saved["args"].get(name) != now["args"][name]
+        ]
         raise SnapshotError(
             f"--train-data: {path} was trained on {saved['data'].get('description')}, this run "
             f"has {now['data']['description']} ({', '.join(map(flag, changed)) or 'edited'}); the "
@@ -129,14 +130,10 @@ def data_changed(saved: State, now: State) -> bool:
     return bool(saved["data"].get("fingerprint") != now["data"]["fingerprint"])
 
 
-def validation_key(state: State) -> tuple[object, object]:
-    """Return the data's fingerprint and --eval-tokens, which together decide the validation
-    windows.
-
-    Validation losses of two states can be compared if both values are equal. (The windows also
-    depend on --seq-len, but --seq-len cannot change.)
-    """
-    return state["data"].get("fingerprint"), state["args"].get("eval_tokens")
+def val_windows_changed(saved: State, now: State) -> bool:
+    """Return True if the two states have other validation windows, so that their losses cannot be
+    compared. Of what decides the windows, only --eval-tokens may change at a resume."""
+    return bool(saved["args"].get("eval_tokens") != now["args"]["eval_tokens"])
 
 
 def describe_each_change(saved: State, now: State) -> list[str]:

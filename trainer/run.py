@@ -80,8 +80,6 @@ class Run:
     # Time of the last log line, in seconds of `time.perf_counter`. Before the first log line: time
     # of the setup.
     last_log_time: float = field(default_factory=lambda: time.perf_counter())
-    # Log record of a finished step that has not been logged yet; {}: none. A snapshot has it, so
-    # that a resumed run can log it.
     # Policies with which memory ran out. After each of them, the step was repeated with a deeper
     # policy (one that needs less memory).
     policies_out_of_memory: list[str] = field(default_factory=list)

@@ -406,14 +406,6 @@ def to_words(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def parse_value(name: str, text: str) -> object:
-    """Return the value of the flag `name`. Raises ValueError if it is out of the flag's range."""
-    try:
-        return ROWS[name]["options"]["type"](text)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(str(error)) from None
-
-
 def resolve(settings: S, replicas: int = 1) -> S:
     """Return the settings with the defaults that depend on other flags.
 

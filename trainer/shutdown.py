@@ -270,8 +270,8 @@ def describe_out_of_memory(settings: Settings, run: Run | None) -> str:
             "(--max-tokens)"
         )
     now = describe_memory_flags(settings.replace(**{POLICY_FLAG: run.model.config.recompute}))
-    hint = where_to_ask(run.settings, run.process.layout)
-    return f"{now}; {hint}" + (f"; {resume_hint(run)}" if run.saved_step else "")
+    back = f"; {resume_hint(run)}" if run.saved_step else ""
+    return f"{now}; {where_to_ask(run.settings, run.process.layout)}{back}"
 
 
 def resume_hint(run: Run | None) -> str:
