@@ -30,7 +30,7 @@ def test_from_and_to_other_trainers(tmp_path):
     for i, (trainer, processes, accumulate) in enumerate(parts, 1):
         how = {"processes": processes, "script": f"{FAULTS} {trainer}", "expect": 143 * (i < 4)}
         more = [f"--grad-accum-steps={accumulate}", *["--resume"] * (i > 1)]
-        result = torchrun(path, *flags, *more, FAULTS=f"term:0:{4 * i}" * (i < 4), **how)
+        result = torchrun(path, *flags, *more, FAULTS=f"term:0:{4 * i + 1}" * (i < 4), **how)
     assert result.stdout.count("sample") == 1
     for ours, theirs in zip(metrics(path), metrics(whole), strict=True):
         for name in ("step", "epoch", "train_loss", "grad_norm", "val_loss"):
