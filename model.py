@@ -277,12 +277,12 @@ def sample_next_ids(
     """Draw one token id for each row of `logits` (B, V); return ids (B, 1).
 
     `temperature`: below 1, likely tokens become likelier; at 0 the likeliest token is chosen.
-    `top_k`: draw only from the k likeliest tokens. `top_p`: draw only from the smallest set of
+    `top_k`: draw only from the k likeliest tokens; 0: from all. `top_p`: draw only from the smallest set of
     likeliest tokens whose probabilities sum to p or more (Holtzman et al., 2020)."""
     if temperature < 1e-6:  # dividing by a smaller number could overflow
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
-    if top_k is not None:
+    if top_k:
         kth_best = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < kth_best, -math.inf)
     if top_p is not None:
