@@ -24,7 +24,7 @@ from scripts import cli_main
 from scripts.benchmark import table
 from scripts.plan_memory import make_plan, parse
 from scripts.plan_table import (
-    as_json,
+    as_row,
     digits,
     format_time,
     longest_sequence,
@@ -43,7 +43,7 @@ Rows = list[dict[str, Any]]
 def planned(flags: str, policy: str = "none", clock: str = "") -> Plan:
     """Return one row of plan_memory. `clock`: name of the card for which the time is predicted; "":
     the card that --card names."""
-    plan, _ = make_plan(parse(flags.split()))
+    plan = make_plan(parse(flags.split()))
     return replace(plan, card=CARDS.get(clock, plan.card)).with_policy(policy)
 
 
@@ -125,7 +125,7 @@ def card_row(name: str) -> dict[str, Any]:
         if batches[model][-1]
     )
     best = next(settings[0] for settings in map(search_settings, fit) if settings)
-    row = as_json(best, best.settings) | {"model": best.settings.model}
+    row = as_row(best) | {"model": best.settings.model}
     return {
         "card": name,
         "memory_bytes": CARDS[name].memory,

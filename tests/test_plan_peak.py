@@ -40,7 +40,7 @@ def test_the_document_shows_what_is_listed():
     page = (ROOT / "docs" / "seeing.md").read_text()
     flags = re.search(r"scripts\.plan_memory (.*) --at-peak\n", page)
     typed = plan_memory.parse(flags[1].split())
-    record = plan_memory.record_step(plan_memory.make_plan(typed)[0], typed, None)
+    record = plan_memory.record_step(plan_memory.make_plan(typed), typed, None)
     assert format_peak(record) in page
 
 

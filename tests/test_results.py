@@ -121,7 +121,7 @@ def kept():
 
 
 def step_flops(policy: str) -> float:
-    plan = plan_memory.make_plan(plan_memory.parse(["--model=gpt2", "--device=cuda"]))[0]
+    plan = plan_memory.make_plan(plan_memory.parse(["--model=gpt2", "--device=cuda"]))
     return plan.planner.step(1, recompute=policy).relative_flops
 
 
