@@ -11,7 +11,7 @@ Every figure is the result of `python -m scripts.plan_memory` for the flags in t
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain, product
 from typing import Any
@@ -21,7 +21,6 @@ from tqdm import tqdm
 from planner import CARDS
 from planner.choose import UNIFORM_POLICIES
 from scripts import cli_main
-from scripts.benchmark import table
 from scripts.plan_memory import make_plan, parse
 from scripts.plan_table import (
     as_row,
@@ -38,6 +37,13 @@ from trainer.plan import Plan
 from trainer.settings import SHAPE_BY_MODEL
 
 Rows = list[dict[str, Any]]
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [[*header], *map(list, rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def planned(flags: str, policy: str = "none", clock: str = "") -> Plan:
