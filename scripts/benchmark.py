@@ -8,9 +8,9 @@ The command takes minutes, and the machine should be idle. Each row is printed w
 One policy after the other, the command runs the trainer's step (train_step) on random tokens. The
 table shows the median time of the steps. (On a GPU it shows their mean: Python waits for a GPU only
 once, after the last step, so the times of single steps are unknown.) Peak memory is the memory of
-tensors. On a GPU, PyTorch's caching allocator counts it; on a CPU, the planner's recorder counts the
-storages of a real step, as it counts those of a simulated one. (Not with --compile: recorded blocks
-would run eagerly.)
+tensors. On a GPU, PyTorch's caching allocator counts it; on a CPU, the planner's recorder counts
+the storages of a real step, as it counts those of a simulated one. (Not with --compile: recorded
+blocks would run eagerly.)
 
 Next to each figure the table shows the planner's prediction (planner/roofline.py). For a CUDA GPU
 in planner.CARDS the prediction uses the figures of its data sheet. Any other device is measured for
