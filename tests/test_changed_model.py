@@ -155,7 +155,11 @@ def test_processes_together_learn_what_one_does(names):
             [["cheap", "sdpa"], ["none"], ["qkv"], ["mlp"], ["full"], ["cheap"]],
             strict=True,
         ),
-        *(pytest.param(name, [*POLICY_NAMES, "full/2"], marks=slow) for name in FOLLOWED),
+        *(  # (the kernel turns a mask of bools into numbers itself, where no meter sees it)
+            pytest.param(name, [*POLICY_NAMES, "full/2"], marks=slow)
+            for name in FOLLOWED
+            if name != "documents"
+        ),
         *(pytest.param(name, POLICY_NAMES, marks=slow) for name in LOOPS),
     ],
 )
