@@ -106,8 +106,8 @@ def ends_as_whole(path: Path) -> bool:
     "trainer",
     [
         case("train_minimal", marks=row("`kill -9` at random")),
-        case("train_fsdp", marks=[row("`train_fsdp.py`: `kill -9` of one"), slow]),
-        case("train_sp", marks=[row("`train_sp.py`: `kill -9` of one"), slow]),
+        case("train_fsdp", marks=[row("`kill -9` at random"), slow]),
+        case("train_sp", marks=[row("`kill -9` at random"), slow]),
     ],
 )
 def test_killed_in_training(path, thorough, trainer):
@@ -129,17 +129,18 @@ def test_killed_in_training(path, thorough, trainer):
     assert same(snapshot(path)["model"], snapshot(whole(steps, trainer))["model"])
 
 
-ALONE, SHARDED = row("`kill -9` at each"), row("`train_fsdp.py`: `kill -9` of process")
+IN_A_SAVE = row("`kill -9` at each")
 FAST = ("half-written", "rename")
 SAVES = [
-    case("train_minimal", call, marks=[ALONE] + [slow] * (call not in FAST)) for call in SAVE_FAULTS
+    case("train_minimal", call, marks=[IN_A_SAVE] + [slow] * (call not in FAST))
+    for call in SAVE_FAULTS
 ]
 
 
 @only_linux
 @pytest.mark.parametrize(
     ("trainer", "call"),
-    [*SAVES, *(case("train_fsdp", call, marks=[SHARDED, slow]) for call in FAST)],
+    [*SAVES, *(case("train_fsdp", call, marks=[IN_A_SAVE, slow]) for call in FAST)],
 )
 def test_killed_in_a_save(path, tmp_path, trainer, call):
     """A snapshot that is overwritten in place is gone if the writer dies half-way. And what it
@@ -159,8 +160,8 @@ RESTARTED = row("`torchrun --max-restarts`, a")
         case("train_ddp", "kill:0:9", marks=RESTARTED),
         case("train_ddp", "error:1:3", marks=[RESTARTED, slow]),
         case("train_ddp", "kill:1:20", marks=[RESTARTED, slow]),
-        case("train_fsdp", "error:1:9", marks=[row("`train_fsdp.py` with `torchrun"), slow]),
-        case("train_sp", "kill:0:9", marks=[row("`train_sp.py` with `torchrun"), slow]),
+        case("train_fsdp", "error:1:9", marks=[RESTARTED, slow]),
+        case("train_sp", "kill:0:9", marks=[RESTARTED, slow]),
     ],
 )
 def test_restarted_by_torchrun(path, trainer, fault):
@@ -197,7 +198,7 @@ def check_stopped(path: Path, trainer: str) -> None:
     [
         case("train_ddp", "term", marks=row("Ctrl-C, SIGTERM, a")),
         case("train_ddp", "asked-in-evaluation", marks=row("Ctrl-C, SIGTERM, a")),
-        case("train_fsdp", "term", marks=[row("`train_fsdp.py`: SIGTERM and"), slow]),
+        case("train_fsdp", "term", marks=[row("Ctrl-C, SIGTERM, a"), slow]),
         case("train_fsdp", "asked-in-evaluation", marks=slow),
     ],
 )
@@ -219,8 +220,8 @@ def test_all_log_save_and_stop_after_the_same_step(path, trainer, when):
         case("train_ddp", "SIGTERM", True, marks=row("Ctrl-C, SIGTERM, a")),
         case("train_ddp", "SIGINT", True, marks=[row("Ctrl-C, SIGTERM, a"), slow]),
         case("train_ddp", "SIGINT", False, marks=[row("Ctrl-C, SIGTERM, a"), slow]),
-        case("train_fsdp", "SIGINT", True, marks=[row("`train_fsdp.py`: SIGTERM and"), slow]),
-        case("train_fsdp", "SIGTERM", False, marks=[row("`train_fsdp.py`: SIGTERM and"), slow]),
+        case("train_fsdp", "SIGINT", True, marks=[row("Ctrl-C, SIGTERM, a"), slow]),
+        case("train_fsdp", "SIGTERM", False, marks=[row("Ctrl-C, SIGTERM, a"), slow]),
         case("train_sp", "SIGTERM", True, marks=slow),
     ],
 )

@@ -201,7 +201,6 @@ TOY = "--vocab-size=31 --n-layers=2 --n-heads=2 --d-model=16 --batch-size=48 --n
 def test_a_plan_has_the_sums_that_wait(kind, processes, n, more):
     """`more`: sums of a parameter, or of a shard. What they really take: test_memory.py and
     test_shards.py."""
-
     with_flag, without = (
         Plan(
             parse(TOY, f"--grad-accum-steps={n}", flag),

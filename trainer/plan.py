@@ -80,8 +80,8 @@ def where_to_ask(settings: Settings, layout: Layout) -> str:
 # ---- the plan
 
 
-def do_nothing(n: int) -> None:  # (no lambda: ranks send each other their plans, pickled)
-    pass
+def do_nothing(n: int) -> None:
+    """Ignore n. (This is no lambda, because ranks send each other their plans, pickled.)"""
 
 
 @cache
