@@ -113,7 +113,6 @@ def test_without_the_flag_autograd_sums(tmp_path):
     """One copy of the gradients, and the same bits as before there was the flag."""
     run = ready(tmp_path, "--no-amp", "--grad-accum-steps=4")
     assert not run.gradient_tree.pending
-    run.held_lock.close()
 
 
 # ---- whole runs: 8 micro-batches a step
