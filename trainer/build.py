@@ -3,6 +3,7 @@ the data, the model, the Run."""
 
 import math
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,9 +27,8 @@ from .device import (
 )
 from .flags import flag
 from .metrics import (
-    LOGGER_MODULES,
     check_logger,
-    open_external_logger,
+    open_logger,
     open_metrics,
 )
 from .optimizer import make_optimizer
@@ -42,6 +42,7 @@ from .snapshot import (
     LoadedSnapshot,
     SnapshotError,
     State,
+    archived_path,
     check_no_path_conflict,
     check_shapes,
     claim,
@@ -281,16 +282,19 @@ def archive_and_open_logs(run: Run) -> None:
 
     Before this call, a new run has written none of its files except the lock.
     """
-    path = run.settings.checkpoint_path
-    if run.process.rank == 0:
-        if run.step == 0:
-            rename_older_run(path)
-        run.metric_writers.append(open_metrics(sibling_path(path, ".metrics.jsonl"), run.step))
-        if run.settings.log_to in LOGGER_MODULES:
-            log = open_external_logger(
-                run.settings, run.snapshot_metadata, run.step, run.process.print0
-            )
-            run.metric_writers.append(log)
+    settings, path, say = run.settings, run.settings.checkpoint_path, run.process.print0
+    if run.process.rank > 0:
+        return
+    if run.step == 0 and (renamed := archived_path(path)):
+        rename_older_run(path)
+        say(
+            f"note     the files of another run at {path} become those of {renamed}; to go on with "
+            f"that one: --resume --checkpoint-path {shlex.quote(str(renamed))}"
+        )
+    run.metric_writers.append(open_metrics(sibling_path(path, ".metrics.jsonl"), run.step))
+    if settings.log_to != "none":
+        log = open_logger(settings.log_to, path, run.snapshot_metadata, run.step, say)
+        run.metric_writers.append(log)
 
 
 def find_data(

@@ -200,7 +200,6 @@ def free_and_switch_policy(run: Run, message: str) -> None:
     device, config = run.process.device, run.model.config
     seen = None
     with suppress(Exception):
-        run.clock.discard_measured_memory()
         run.optimizer.zero_grad()
         # A backward that failed leaves tasks in autograd's queue, and the tasks keep the graph
         # alive (pytorch#82218). The next backward clears the queue. So run a tiny backward here.
@@ -234,7 +233,8 @@ def switch_policy(run: Run, plans: Sequence[Plan]) -> None:
         with suppress(MiniGPTError):
             run.check_techniques()
             run.plans = list(plans[i:])
-            run.clock.expect_peak(plan.peak)
+            if run.clock.predicted:
+                run.clock.predicted = plan.peak, run.clock.predicted[1]
             run.snapshot_metadata["config"]["recompute"] = plan.policy
             run.policies_out_of_memory.append(config.recompute)
             rounds = run.settings.compile or run.settings.mlp_chunks != 1
