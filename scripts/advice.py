@@ -9,9 +9,10 @@ from typing import Any
 
 from planner import Layout
 from planner.choose import nested_checkpoint_policies, recomputed_flops_key
+from scripts.plans import CommandPlan as Plan
 from trainer.metrics import format_bytes
 from trainer.optimizer import optimizer_name
-from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG, Plan
+from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG
 from trainer.settings import SHAPE_BY_MODEL, Settings, to_words
 
 ADVICE_OPS = 20_000  # advice ends after so many simulated operators, with what it has found

@@ -40,6 +40,7 @@ from memory import POLICY_NAMES, MemorySavingGPT
 from planner.cards import CARDS, THIS_MACHINE
 from planner.operators import MATMUL_DTYPES
 from scripts import cli_main, out_of_memory_as, say_stopped
+from scripts.plans import CommandPlan as Plan
 from scripts.style import about, describe_about, write_json
 from train_minimal import train_step
 from trainer.clocks import StepClock
@@ -53,7 +54,7 @@ from trainer.device import (
 from trainer.flags import check_policy_string, number_in_range, output_file
 from trainer.metrics import format_bytes
 from trainer.optimizer import make_optimizer
-from trainer.plan import Plan, card_for, vocab_size_of
+from trainer.plan import card_for, vocab_size_of
 from trainer.pretrained import open_init_from
 from trainer.process import OneProcess
 from trainer.report import describe_model

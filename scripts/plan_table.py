@@ -20,15 +20,10 @@ from planner.choose import nested_checkpoint_policies, recomputed_flops_key, uni
 from planner.op_recorder import Storage
 from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_name_and_kind, read_source_line
 from scripts.advice import Change
+from scripts.plans import CommandPlan as Plan
 from trainer.flags import MAX_COUNT
 from trainer.metrics import format_bytes
-from trainer.plan import (
-    OFFLOAD_POLICY,
-    POLICY_FLAG,
-    RESTART_SHARE_OF_FAILED_PEAK,
-    Plan,
-    plans_to_try,
-)
+from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG, RESTART_SHARE_OF_FAILED_PEAK, plans_to_try
 from trainer.settings import Settings, to_words
 
 STEP = 64  # tokens; the longest sequence is a multiple of this

@@ -28,9 +28,9 @@ from memory import POLICY_NAMES
 from planner import Planner
 from scripts import generate
 from scripts.benchmark import make_run, timed_step
+from scripts.plans import CommandPlan as Plan
 from trainer.clocks import make_clock
 from trainer.device import MemoryBudget, choose_precision
-from trainer.plan import Plan
 from trainer.process import OneProcess
 from trainer.reproducible_sums import pairwise_all_reduce_hook
 from trainer.run import Run

@@ -15,7 +15,8 @@ from data.errors import MiniGPTError
 from planner import CARDS, Layout
 from scripts import plan_memory
 from scripts.advice import SMALLER_MODEL, advice
-from trainer.plan import Plan, card_for, plan_run, where_to_ask
+from scripts.plans import CommandPlan as Plan
+from trainer.plan import card_for, plan_run, where_to_ask
 from trainer.process import OneProcess
 
 SHAPE = (

@@ -32,8 +32,9 @@ from torch.utils._pytree import tree_leaves
 import train_minimal
 from data.errors import MiniGPTError
 from planner import Layout, Planner
+from scripts.plans import plan_for_command
 from trainer import build
-from trainer.plan import plan_for_command, plans_to_try
+from trainer.plan import plans_to_try
 
 slow = pytest.mark.slow
 STEP = 2  # the first that has the optimizer's state
@@ -110,7 +111,7 @@ def test_the_run_says_it_and_goes_on_with_the_policy_that_it_took(flags, path, c
     (line,) = re.findall("^warning  step .*", said, re.M)
     assert f"2: out of memory with recompute none; again, and from now on, with {taken} (" in line
     assert line.endswith(" predicted): same results")
-    assert f"; ran out 1 time: none -> {taken}" in said
+    assert f"; ran out of it: none -> {taken}" in said
     assert [record["recompute"] for record in metrics(path)] == ["none", taken, taken]
     assert train_here(path, "--resume", "--num-steps=4") == 0
     assert metrics(path)[-1]["recompute"] == "none"

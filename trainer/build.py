@@ -188,7 +188,7 @@ def load_data_and_plan(
     )
     resuming, path = isinstance(origin, LoadedSnapshot), settings.checkpoint_path
     process.run_on_rank0_only(lambda: check_no_path_conflict(path, resuming))
-    vocab_size = process.run_on_all_ranks(lambda: vocab_size_upper_bound(settings, origin))
+    vocab_size = process.run_on_all_ranks(lambda: vocab_size_of(settings, tokenizer_of(origin)))
     with process.showing_message("predicting the memory of a step"):
         policy, plans, words = plan_run(settings, vocab_size, process, precision)
     data = process.run_on_all_ranks(lambda: find_data(settings, process, origin))
@@ -254,16 +254,7 @@ def raise_if_ranks_differ(of_each: list[FactByName]) -> None:
 # ---- Parts of a run
 
 
-def vocab_size_upper_bound(settings: Settings, origin: SnapshotOrPretrained) -> int:
-    """Return the largest vocabulary size that the run can have, without reading the data.
-
-    Raises DataError, or SnapshotError as `tokenizer_of_origin` does.
-    """
-    tokenizer = tokenizer_of_origin(origin)
-    return tokenizer.vocab_size if tokenizer else vocab_size_of(settings)
-
-
-def tokenizer_of_origin(origin: SnapshotOrPretrained) -> Tokenizer | None:
+def tokenizer_of(origin: SnapshotOrPretrained) -> Tokenizer | None:
     """Return the tokenizer of a snapshot or of pretrained weights; None if `origin` is None.
 
     Raises SnapshotError if the snapshot contains no valid tokenizer.
@@ -303,10 +294,10 @@ def find_data(
     """Return the data that the flags of the group "data" describe.
 
     If `origin` has a tokenizer, the text is encoded with that tokenizer. Raises DataError, or
-    SnapshotError as `tokenizer_of_origin` does.
+    SnapshotError as `tokenizer_of` does.
     """
     flags = {name: getattr(settings, name) for name in (*names_with(Rule.DATA), "data_seed")}
-    return load_dataset(**flags, tokenizer=tokenizer_of_origin(origin), say=process.print0)
+    return load_dataset(**flags, tokenizer=tokenizer_of(origin), say=process.print0)
 
 
 def make_snapshot_metadata(

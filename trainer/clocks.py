@@ -53,6 +53,7 @@ class StepClock:
         measured. `predicted`: peak bytes of a step, and of a step without recompute; None: unknown.
         """
         self.measure, self.predicted, self.profiler = measure, predicted, profiler
+        self.start, self.paused_seconds = time.perf_counter(), 0.0
         self.steps, self.last_interval = 0, (0, 0.0)  # (steps, training seconds) at its end
         self.phase_range = ExitStack()  # the current phase's range in the trace
 
@@ -69,8 +70,9 @@ class StepClock:
 
     def begin_phase(self, phase: str) -> None:
         """End the current phase of the step and begin `phase`."""
-        self.phase_range.close()
-        self.phase_range.enter_context(record_function(phase))
+        if self.profiler:
+            self.phase_range.close()
+            self.phase_range.enter_context(record_function(phase))
 
     @contextmanager
     def step(self) -> Iterator[None]:
