@@ -10,8 +10,8 @@ from typing import Any
 from planner import Layout
 from planner.choose import nested_checkpoint_policies, recomputed_flops_key
 from scripts.plans import CommandPlan as Plan
+from scripts.plans import optimizer_name
 from trainer.metrics import format_bytes
-from trainer.optimizer import optimizer_name
 from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG
 from trainer.settings import SHAPE_BY_MODEL, Settings, to_words
 

@@ -25,11 +25,16 @@ from trainer.device import (
     is_available,
     set_matmul_precision,
 )
-from trainer.optimizer import optimizer_state
+from trainer.optimizer import initial_param_state, make_param_groups
 from trainer.plan import Plan, card_for, vocab_size_of
 from trainer.settings import Settings
 
 P = TypeVar("P", bound="CommandPlan")
+
+
+def optimizer_name(settings: Settings) -> str:
+    """Return the name of the optimizer, in words for the user."""
+    return {"adamw": "AdamW", "muon": "Muon and AdamW"}[settings.optimizer]
 
 
 @cache
@@ -65,8 +70,14 @@ class CommandPlan(Plan):
     def state_bytes(self) -> int:
         """Bytes of weights, gradients and the optimizer's state in a process, and of the weights
         that it gathers. Every step takes at least these bytes. Nothing is simulated."""
-        model = self.meta_model
-        return state_bytes(model, optimizer_state(model, self.settings), self.layout.shard_degree)
+        model, moments = self.meta_model, getattr(torch, self.settings.moments_dtype)
+        state = (
+            tensor
+            for group in make_param_groups(model, self.settings)
+            for parameter in group["params"]
+            for tensor in initial_param_state(parameter, group, moments).values()
+        )
+        return state_bytes(model, state, self.layout.shard_degree)
 
     @cached_property
     def largest_batch(self) -> int:

@@ -69,7 +69,7 @@ def describe_run(run: Run, plan: str, origin: SnapshotOrPretrained) -> str:
         f"memory   {plan}",
     ]
     if isinstance(origin, Pretrained):
-        lines.insert(2, f"weights  {origin.path}, {origin.description}")
+        lines.insert(2, f"weights  {origin.path}")
     if isinstance(origin, LoadedSnapshot):
         lines += resume_lines(run, origin)
     if device.type == "cpu" and config.vocab_size == 50257 and settings.tokenizer_name is None:
