@@ -109,7 +109,7 @@ def test_the_same_weights_have_one_validation_loss(cuts, tmp_path):
 def test_resumed_with_as_many_threads_or_with_others(tmp_path, capsys):
     path, flags = tmp_path / "run.pt", (*LARGE, "--no-amp", "--grad-accum-steps=2")
     said = torchrun(path, *flags, "--num-steps=2", **HALVES).stdout
-    assert "1 x cpu (2 threads; another number of threads rounds sums differently)" in said
+    assert "1 x cpu (2 threads), " in said
     assert "sums are rounded" not in torchrun(path, *flags, "--resume", **HALVES).stdout
     assert same(snapshot(path)["model"], snapshot(alone("--no-amp"))["model"])
     assert runs.train_here(path, *LARGE, "--resume", "--num-steps=5") == 0
