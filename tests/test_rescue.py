@@ -34,6 +34,7 @@ from data.errors import MiniGPTError
 from planner import Layout, Planner
 from trainer import build
 from trainer.plan import plan_for_command, plans_to_try
+from trainer.resume import settings_of
 
 slow = pytest.mark.slow
 STEP = 2  # the first that has the optimizer's state
@@ -117,8 +118,7 @@ def test_the_run_says_it_and_goes_on_with_the_policy_that_it_took(flags, path, c
     ours, theirs = snapshot(path), snapshot(undisturbed(*flags))
     for part in ("model", "optimizer", "scaler"):
         assert same(ours[part], theirs[part]), part
-    policy = "use_activation_checkpoint"
-    assert ours["args"][policy] == theirs["args"][policy]
+    assert settings_of(ours) == settings_of(theirs)
 
 
 @pytest.mark.usefixtures("plans_memory")

@@ -33,6 +33,7 @@ from planner import Layout
 from planner.choose import pareto_frontier, simulate_policies_fastest_first
 from trainer.device import choose_precision
 from trainer.plan import Plan
+from trainer.resume import settings_of
 
 slow, case, CPU = pytest.mark.slow, pytest.param, torch.device("cpu")
 SHAPE = "--n-layers=4 --batch-size=4 --num-steps=4"  # with more policies to choose from
@@ -150,7 +151,7 @@ def test_ranks_may_have_policies_of_their_own(draw, flags, tmp_path):
     assert bits(path, 0) == bits(path, 1) == bits(undisturbed_together(*SHAPE.split(), *flags))
     state = snapshot(path)
     assert set(recompute(path)) == {state["config"]["recompute"]} == {ways[0]}
-    assert state["args"]["memory_budget"] == 1024 * known[ways[0]]
+    assert settings_of(state).memory_budget == 1024 * known[ways[0]]
 
 
 @slow

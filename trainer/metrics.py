@@ -132,16 +132,16 @@ def check_logger(name: str) -> None:
         ) from None
 
 
-def open_tensorboard(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
+def open_tensorboard(settings: Settings, identity: State, step: int, say: Say) -> LogNumbers:
     """Open a TensorBoard log in the folder `RUN.tensorboard` beside the snapshot. Return the
     function that logs numbers. `step`: the last step that is done."""
     from torch.utils.tensorboard import SummaryWriter
 
-    folder = sibling_path(path, ".tensorboard")
+    folder = sibling_path(settings.checkpoint_path, ".tensorboard")
     # An earlier process of this run may have logged later steps. Purge them, because these steps
     # will be repeated.
     writer = SummaryWriter(str(folder), purge_step=step + 1)
-    say(f"log      {folder}: tensorboard --logdir {path.parent} shows it")
+    say(f"log      {folder}: tensorboard --logdir {folder.parent} shows it")
 
     def log(numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
@@ -152,7 +152,7 @@ def open_tensorboard(path: Path, identity: State, step: int, say: Say) -> LogNum
     return log
 
 
-def open_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
+def open_wandb(settings: Settings, identity: State, step: int, say: Say) -> LogNumbers:
     """Open a log at Weights & Biases (wandb), and return the function that logs numbers. With
     WANDB_MODE=offline, wandb writes to a folder `wandb` beside the snapshot, for a later upload.
 
@@ -161,13 +161,17 @@ def open_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
     """
     import wandb
 
+    path = settings.checkpoint_path
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "minigpt"),
         name=sibling_path(path, "").name,
         id=identity["run"],
         resume="allow",
         dir=path.parent,
-        config=identity["args"],
+        config={
+            name: value if isinstance(value, int | float) else str(value)
+            for name, value in vars(settings).items()
+        },
         settings=wandb.Settings(console="off", silent=True),
     )
     folder = f"{path.parent}/wandb/offline-run-*-{identity['run']}"
@@ -205,7 +209,7 @@ def open_external_logger(settings: Settings, identity: State, step: int, say: Sa
                 exit_code=3,
             ) from None
 
-    log = call(LOGGER_OPENERS[settings.log_to], settings.checkpoint_path, identity, step, say)
+    log = call(LOGGER_OPENERS[settings.log_to], settings, identity, step, say)
 
     def write(record: LogRecord) -> None:
         numbers = {
