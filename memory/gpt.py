@@ -75,13 +75,13 @@ class MemorySavingGPT(MiniGPT):
 
     def blocks_with_recompute(self) -> Iterator[tuple[Callable[..., Tensor], bool]]:
         """Yield (function, whether `forward` checkpoints it) for each block or group, in order, as
-        `config.recompute` says. Evaluation recomputes nothing."""
+        `config.recompute` says. Evaluation recomputes nothing, but has the MLP in chunks, too."""
         config, blocks, offload = self.config, iter(self.blocks), Offload(self.offload_pool)
         # If torch's checkpoint ignores the RNG, use `activation_checkpoint` instead.
         loses_rng = config.dropout > 0 and checkpoint_loses_rng(self.token_embedding.weight.device)
-        plan = recompute_plan_of_config(
-            config if self.training else replace(config, recompute="none")
-        )
+        if not self.training:  # no autograd: what is named here only decides what is cut in chunks
+            config = replace(config, recompute="none" if config.mlp_chunks == 1 else "mlp")
+        plan = recompute_plan_of_config(config)
         try:
             for i, (policy, size) in enumerate(plan.group_policies_and_sizes):
                 group, is_full = list(islice(blocks, size)), policy == "full"

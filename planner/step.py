@@ -228,9 +228,10 @@ class Planner:
     @cached_property
     def update(self) -> Segment:
         """The update of the weights, which is the same for every policy and batch."""
-        with self.recording() as log:
+        with self.fake:
             for parameter in self.local_model.parameters():
                 parameter.grad = torch.empty_like(parameter)
+        with self.recording() as log:
             label_existing_storages(log, self.names, self.optimizer, {})
             self.simulate_update(log)
         return split_into_segments(log)[-1]
