@@ -201,7 +201,7 @@ def test_all_processes_agree_on_the_lowest_loss(path):
     assert train_here(path, "--eval-interval=5") == 0
     lowest, last = min(r["val_loss"] for r in metrics(path) if "val_loss" in r), metrics(path)[-1]
     process = OneProcess(torch.device("cpu"), Layout(rank=1))
-    process.run_on_all_ranks, process.run_on_rank0_only = lambda act: act(), lambda act: None
+    process.run_on_all_ranks, process.from_rank0 = lambda act: act(), lambda act: None
     process.all_gather_object = lambda mine: [last if mine is None else mine]
     settings = parse(*TINY, "--resume --num-steps=30").replace(checkpoint_path=path)
     assert build_run(settings, process, load_newest(path)).best_val_loss == lowest

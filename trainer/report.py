@@ -243,7 +243,7 @@ def describe_out_of_memory_retries(run: Run) -> str:
     2 times: none -> cheap -> full". Processes may differ: the text lists each distinct sequence of
     policies. Return "" if memory never ran out. All processes must call this together."""
     # The policy with which memory ran out before torchrun restarted this run, if there is one.
-    before = [*filter(None, [run.process.last_failed_policy()])]
+    before = [*filter(None, [run.process.failed_policy])]
     chains = run.process.all_gather_object(
         (*before, *run.policies_out_of_memory, run.model.config.recompute)
     )

@@ -102,7 +102,7 @@ class Injected(Exception):
 
 
 def raising(error: Exception) -> Callable[..., Any]:
-    def act(*_: Any) -> None:
+    def act(*_: Any, **__: Any) -> None:
         raise error
 
     return act
