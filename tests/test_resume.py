@@ -137,7 +137,6 @@ def test_other_flags_may_be_typed_and_are_said(path, tmp_path, capsys):
     }
     groups = snapshot(path)["optimizer"]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
-    assert [r["step"] for r in metrics(path) if r.get("resumed_from") == 20] == [21]
     assert metrics(path)[-1]["val_loss"] > metrics(path)[19]["val_loss"]
     assert (tmp_path / "run.best.pt").read_bytes() == before
 
@@ -201,7 +200,7 @@ def test_all_processes_agree_on_the_lowest_loss(path):
     assert train_here(path, "--eval-interval=5") == 0
     lowest, last = min(r["val_loss"] for r in metrics(path) if "val_loss" in r), metrics(path)[-1]
     process = OneProcess(torch.device("cpu"), Layout(rank=1))
-    process.run_on_all_ranks, process.run_on_rank0_only = lambda act: act(), lambda act: None
+    process.run_on_all_ranks, process.from_rank0 = lambda act: act(), lambda act: None
     process.all_gather_object = lambda mine: [last if mine is None else mine]
     settings = parse(*TINY, "--resume --num-steps=30").replace(checkpoint_path=path)
     assert build_run(settings, process, load_newest(path)).best_val_loss == lowest
@@ -277,7 +276,7 @@ def test_any_path_can_be_pasted(tmp_path, capsysbinary):
     assert pasted("^next     (.*)")[-2:] == ["--checkpoint-path", str(path)]
 
     assert train_here(path, "--num-steps=2") == 0
-    older = pasted("to go on with that one: python train_minimal.py (.*)")
+    older = pasted("to go on with that one: (.*)")
     assert train_minimal.main([*older, "--num-steps=30"]) == 0
     logs = [[record["step"] for record in metrics(Path(name))] for name in (path, older[-1])]
     assert logs == [[1, 2], [3, 10, 20, 30]]
