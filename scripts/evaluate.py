@@ -38,9 +38,9 @@ from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.metrics import perplexity
 from trainer.pretrained import load_model_and_tokenizer
 from trainer.process import OneProcess
-from trainer.resume import data_changed
+from trainer.resume import data_changed, settings_of
 from trainer.settings import Settings
-from trainer.snapshot import LoadedSnapshot, SaveError, State, peek
+from trainer.snapshot import LoadedSnapshot, State, read_snapshot
 
 
 def read_ids(path: Path, tokenizer: Tokenizer, text_key: str) -> Iterator[np.ndarray]:
@@ -60,7 +60,7 @@ def read_data(
     """Return a name for the data, and its token ids (N,). Raises DataError or SnapshotError."""
     if args.val_data:
         description = ", ".join(args.val_data)
-        key = args.text_key or state.get("args", {}).get("text_key") or "text"
+        key = args.text_key or (state and settings_of(state).text_key) or "text"
         pieces: Iterator[np.ndarray] = chain.from_iterable(
             read_ids(path, tokenizer, key)
             for path in find_files(args.val_data, "--val-data", process.print0)
@@ -68,8 +68,7 @@ def read_data(
     else:
         path = args.checkpoint_path
         try:
-            saved = Settings.from_typed(state["args"])
-            data = find_data(saved, process, LoadedSnapshot(state, path))
+            data = find_data(settings_of(state), process, LoadedSnapshot(state, path))
         except DataError as error:
             raise DataError(f"the run's own data: {error}; --val-data names other data") from None
         if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):
@@ -111,9 +110,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     set_matmul_precision(device, tf32=False)
     with process.showing_message(f"reading {path}"):
         model, tokenizer = load_model_and_tokenizer(path, device)
-    # For a folder, `peek` returns {}.
-    state, limit = peek(path), model.config.max_position_embeddings
-    trained = state["args"]["seq_len"] if state else limit
+    state = {} if path.is_dir() else read_snapshot(path)
+    limit = model.config.max_position_embeddings
+    trained = settings_of(state).seq_len if state else limit
     args.seq_len = args.seq_len or min(trained, limit)
     if args.seq_len > limit:
         raise MiniGPTError(f"--seq-len {args.seq_len}: the model sees {limit} tokens at most")
@@ -170,10 +169,7 @@ def main(argv: list[str]) -> None:
         if value is not None:
             shown = value if isinstance(value, str) else f"{value:,.4f}".removesuffix(".0000")
             print(f"{name.replace('_', ' '):13} {shown}")
-    try:
-        write_json(args.json, about("scripts.evaluate", argv) | results)
-    except OSError as error:
-        raise SaveError(f"--json {args.json}: {error.strerror}", exit_code=3) from None
+    write_json(args.json, about("scripts.evaluate", argv) | results)
 
 
 if __name__ == "__main__":

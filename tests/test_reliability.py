@@ -49,7 +49,7 @@ from harness.runs import (
     wait_until,
 )
 
-from trainer.resume import load_newest
+from trainer.resume import load_newest, settings_of
 from trainer.run import Run
 from trainer.snapshot import sibling_path
 
@@ -174,7 +174,7 @@ def test_restarted_by_torchrun(path, trainer, fault):
     assert result.returncode == 0, result.stderr
     assert same(snapshot(path)["model"], snapshot(whole(trainer=trainer))["model"])
     assert [r["step"] for r in metrics(path)] == list(range(1, 21))
-    assert snapshot(older_runs(path)[-1])["args"]["lr"] == 0.001
+    assert settings_of(snapshot(older_runs(path)[-1])).lr == 0.001
     saved = (int(fault.split(":")[2]) - 1) // 5 * 5
     resumed = re.findall(r"^resume   .*run.pt, step (\d+)$", result.stdout, re.MULTILINE)
     assert resumed == ([str(saved)] if saved else [])
