@@ -36,9 +36,9 @@ from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.metrics import perplexity
 from trainer.pretrained import load_model_and_tokenizer
 from trainer.process import OneProcess
-from trainer.resume import data_changed
+from trainer.resume import data_changed, settings_of
 from trainer.settings import Settings
-from trainer.snapshot import LoadedSnapshot, SaveError, State, peek
+from trainer.snapshot import LoadedSnapshot, SaveError, State, read_snapshot
 
 
 def read_data(
@@ -47,7 +47,7 @@ def read_data(
     """Return a name for the data, and its token ids (N,). Raises DataError or SnapshotError."""
     if args.val_data:
         description = ", ".join(args.val_data)
-        key = args.text_key or state.get("args", {}).get("text_key") or "text"
+        key = args.text_key or (state and settings_of(state).text_key) or "text"
         paths = find_files(args.val_data, "--val-data", process.print0)
         if tokenizer.name == "toy" and not all(suffix_of(p) in TOKEN_SUFFIXES for p in paths):
             raise DataError(f"--val-data {paths[0]}: this model learned numbers, not text")
@@ -55,8 +55,7 @@ def read_data(
     else:
         path = args.checkpoint_path
         try:
-            saved = Settings.from_typed(state["args"])
-            data = find_data(saved, process, LoadedSnapshot(state, path))
+            data = find_data(settings_of(state), process, LoadedSnapshot(state, path))
         except DataError as error:
             raise DataError(f"the run's own data: {error}; --val-data names other data") from None
         if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):
@@ -98,9 +97,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     set_matmul_precision(device, tf32=False)
     with process.showing_message(f"reading {path}"):
         model, tokenizer = load_model_and_tokenizer(path, device)
-    # For a folder, `peek` returns {}.
-    state, limit = peek(path), model.config.max_position_embeddings
-    trained = state["args"]["seq_len"] if state else limit
+    state = {} if path.is_dir() else read_snapshot(path)
+    limit = model.config.max_position_embeddings
+    trained = settings_of(state).seq_len if state else limit
     args.seq_len = args.seq_len or min(trained, limit)
     if args.seq_len > limit:
         raise MiniGPTError(f"--seq-len {args.seq_len}: the model sees {limit} tokens at most")

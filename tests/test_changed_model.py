@@ -29,21 +29,25 @@ from memory import POLICY_NAMES
 from model import MiniGPT, MiniGPTConfig
 from planner import Layout
 from scripts import evaluate, export_hf, generate, plan_memory
+from scripts.plans import plan_for_command
 from trainer.check_model import check_model, small_model_and_batch
-from trainer.plan import plan_for_command, predict
+from trainer.plan import plan_on_this_rank
 from trainer.process import OneProcess
+from trainer.snapshot import save_snapshot
 
 ONE = OneProcess(torch.device("cpu"))
-EQUAL = ["other_words", "asks_a_number", "shared"]  # compute GPT-2
+EQUAL = ["other_words", "norms_in_add", "asks_a_number", "shared"]  # compute GPT-2
 FEW, slow = ["modern", "gated_attention", "scalar"], pytest.mark.slow
 # Change -> trainers that refuse it. (All others train as one process does.)
 SHARDED, SP = "train_fsdp.py train_sp.py", "train_sp.py"
-ALONE = dict.fromkeys(["gated_attention", "grouped", "modern", "alibi", "token_shift"], SP)
+ALONE = dict.fromkeys(
+    ["gated_attention", "grouped", "modern", "alibi", "token_shift", "documents"], SP
+)
 ALONE |= {"scalar": SHARDED, "shared": SHARDED, "unused": "train_ddp.py"}
 ALONE["looped"] = SP
 ALONE |= dict.fromkeys(["layer_drop", "asks_a_number"], f"train_ddp.py {SHARDED}")
 LOOPS = ["skips", "embedding_in_each_block", "depth_scale"]
-REST = [*FOLLOWED, *ALONE, *LOOPS, "scaled_input", "first_stream", "looped"]
+REST = [*FOLLOWED, *ALONE, *LOOPS, "scaled_input", "looped"]
 REST = [name for name in dict.fromkeys(REST) if name not in FEW]
 
 
@@ -117,7 +121,7 @@ def test_a_short_sequence_is_no_difference_and_no_random_number_is_taken(policy,
 # ---- one model, by however many processes and in however many parts
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", [name for name in CHANGES if name != "documents"])
 def test_a_text_is_written_as_the_long_way_writes_it(name):
     """With a KV cache, token by token: the text of a forward of all of them, each time."""
     model = changed_model(name).MiniGPT(SHAPE).double().eval()
@@ -153,7 +157,11 @@ def test_processes_together_learn_what_one_does(names):
             [["cheap", "sdpa"], ["none"], ["qkv"], ["mlp"], ["full"], ["cheap"]],
             strict=True,
         ),
-        *(pytest.param(name, [*POLICY_NAMES, "full/2"], marks=slow) for name in FOLLOWED),
+        *(  # (the kernel turns a mask of bools into numbers itself, where no meter sees it)
+            pytest.param(name, [*POLICY_NAMES, "full/2"], marks=slow)
+            for name in FOLLOWED
+            if name != "documents"
+        ),
         *(pytest.param(name, POLICY_NAMES, marks=slow) for name in LOOPS),
     ],
 )
@@ -203,7 +211,7 @@ def test_what_is_not_gpt2_is_not_exported(name, change, tmp_path, capfd):
     state = snapshot(path)
     for weight in state["model"].values():  # all of them matter
         weight += 0.2 * torch.randn_like(weight)
-    torch.save(state, path)
+    save_snapshot(path, state)
     capfd.readouterr()
     code = export_hf.main([f"--checkpoint-path={path}", f"--out={out}"])
     if name in EQUAL:
@@ -255,12 +263,10 @@ def test_a_snapshot_of_another_model_is_not_called_damaged(
 
 
 @pytest.mark.usefixtures("plans_memory")
-def test_a_prediction_that_fails_names_the_line(tmp_path, change, capfd):
-    """The innermost that is not torch's."""
+def test_a_prediction_that_fails_does_not_cost_the_run(tmp_path, change, capfd):
     change("asks_a_number")
     assert train_here(tmp_path / "run.pt", "--num-steps=1") == 0
-    says = r"could not be predicted \(DataDependent\w+ at model.py:\d+\)"
-    assert re.search(says, capfd.readouterr().out)
+    assert "could not be predicted: model.py cannot be planned: it" in capfd.readouterr().out
     auto = "--use-activation-checkpoint=auto", "--memory-budget=1GiB"
     planned = ["--use-toy-data", "--n-layers=1", "--d-model=16", "--n-heads=1", "--seq-len=16"]
     says = "model.py cannot be planned: it needs the value"
@@ -280,6 +286,6 @@ def test_a_plan_says_which_operators_are_others_on_the_device(change, capsys):
     words = "--use-toy-data --n-layers=1 --d-model=16 --n-heads=1 --seq-len=16 --device=cuda"
     assert plan_memory.main(words.split()) == 0
     asked = plan_for_command(parse(words), Layout())
-    _, words = predict(asked, OneProcess(torch.device("cpu")))
+    *_, words = plan_on_this_rank(asked, OneProcess(torch.device("cpu")))
     for said in (capsys.readouterr().out, words):
         assert len(re.findall("^note     rms_norm .* on cuda ", said, re.M)) == 1

@@ -25,16 +25,13 @@ from memory import MemorySavingGPT
 from planner import Layout
 from trainer.build import build_run
 from trainer.process import OneProcess
-from trainer.resume import (
-    candidate_paths,
-    check_fixed_flags,
-    load_newest,
-    with_saved_flags,
-)
-from trainer.settings import ROWS, Settings, resolve
+from trainer.resume import check_fixed_flags, load_newest, with_saved_flags
+from trainer.settings import Settings, resolve
 from trainer.snapshot import (
     LoadedSnapshot,
     SnapshotError,
+    files_of_run,
+    save_snapshot,
     sibling_path,
 )
 
@@ -137,7 +134,6 @@ def test_other_flags_may_be_typed_and_are_said(path, tmp_path, capsys):
     }
     groups = snapshot(path)["optimizer"]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
-    assert [r["step"] for r in metrics(path) if r.get("resumed_from") == 20] == [21]
     assert metrics(path)[-1]["val_loss"] > metrics(path)[19]["val_loss"]
     assert (tmp_path / "run.best.pt").read_bytes() == before
 
@@ -148,7 +144,7 @@ def test_the_lowest_loss_is_of_the_same_windows(path, tmp_path, capsys, typed):
     best = tmp_path / "run.best.pt"
     assert train_here(path, "--eval-tokens=32") == 0
     before = best.read_bytes()
-    torch.save(snapshot(path) | {"best_val_loss": 0.25}, path)
+    save_snapshot(path, snapshot(path) | {"best_val_loss": 0.25})
     assert resume_alone(path, "--num-steps=21", *typed) == 0
     says = f"counts as the lowest so far and replaces {best}\n"
     assert (says in capsys.readouterr().out) == (best.read_bytes() != before) == bool(typed)
@@ -180,15 +176,15 @@ def test_damaged_snapshots_are_replaced_by_the_next_best(tmp_path, capsys, lost)
     weights = snapshot(whole)["model"]["token_embedding.weight"].numpy().tobytes()
     for how, bad in damaged(whole.read_bytes(), weights).items():
         path = tmp_path / f"{how}.pt"
-        names = candidate_paths(path)
-        for name, good in zip(names, candidate_paths(whole), strict=True):
+        names, whole_names = files_of_run(path)[:3], files_of_run(whole)[:3]
+        for name, good in zip(names, whole_names, strict=True):
             name.write_bytes(bad if name in names[:lost] else good.read_bytes())
         capsys.readouterr()
         code, (said, error) = train_here(path, "--resume", *flags), capsys.readouterr()
         if lost == 3:
             assert code == 2 and re.fullmatch(f"error: --resume: {path} is .*\n", error)
             continue
-        step = snapshot(candidate_paths(whole)[lost])["step"]
+        step = snapshot(whole_names[lost])["step"]
         resumed = f"taking {names[lost]}\nresume   {names[lost]}, step {step}\n"
         assert code == 0 and re.search(f"resume   {path} is .*; {resumed}", said)
         assert sibling_path(path, ".damaged.pt").read_bytes() == bad  # it might be the disk's fault
@@ -201,7 +197,7 @@ def test_all_processes_agree_on_the_lowest_loss(path):
     assert train_here(path, "--eval-interval=5") == 0
     lowest, last = min(r["val_loss"] for r in metrics(path) if "val_loss" in r), metrics(path)[-1]
     process = OneProcess(torch.device("cpu"), Layout(rank=1))
-    process.run_on_all_ranks, process.run_on_rank0_only = lambda act: act(), lambda act: None
+    process.run_on_all_ranks, process.from_rank0 = lambda act: act(), lambda act: None
     process.all_gather_object = lambda mine: [last if mine is None else mine]
     settings = parse(*TINY, "--resume --num-steps=30").replace(checkpoint_path=path)
     assert build_run(settings, process, load_newest(path)).best_val_loss == lowest
@@ -213,8 +209,8 @@ def test_all_processes_agree_on_the_lowest_loss(path):
 def resumed(before: str, words: str) -> Settings:
     """The settings of a run of `before` that is resumed with `words`."""
     saved, now = parse(before), typed("--resume", words)
-    state = {"args": {name: getattr(saved, name) for name in ROWS}, "typed": sorted(saved.typed)}
-    state |= {"config": {"vocab_size": 289}, "tokenizer": {"name": saved.tokenizer_name or "bpe"}}
+    state = {"args": saved.words(), "config": {"vocab_size": 289}}
+    state["tokenizer"] = {"name": saved.tokenizer_name or "bpe"}
     state["data"] = {"sequences_per_step": saved.batch_size * saved.grad_accum_steps}
     snapshot = LoadedSnapshot(state, now.checkpoint_path)
     settings = resolve(with_saved_flags(now, snapshot))
@@ -277,7 +273,7 @@ def test_any_path_can_be_pasted(tmp_path, capsysbinary):
     assert pasted("^next     (.*)")[-2:] == ["--checkpoint-path", str(path)]
 
     assert train_here(path, "--num-steps=2") == 0
-    older = pasted("to go on with that one: python train_minimal.py (.*)")
+    older = pasted("to go on with that one: (.*)")
     assert train_minimal.main([*older, "--num-steps=30"]) == 0
     logs = [[record["step"] for record in metrics(Path(name))] for name in (path, older[-1])]
     assert logs == [[1, 2], [3, 10, 20, 30]]

@@ -32,7 +32,7 @@ from data.errors import MiniGPTError
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from scripts import evaluate, export_hf, generate
-from trainer.build import consistency_facts, raise_if_ranks_differ, set_up_from_settings
+from trainer.build import build_run, choose_start, facts, raise_if_ranks_differ
 from trainer.pretrained import (
     TRANSFORMERS_TO_MINIGPT,
     load_model_and_tokenizer,
@@ -41,6 +41,7 @@ from trainer.pretrained import (
     renamed_and_transposed,
 )
 from trainer.process import OneProcess
+from trainer.snapshot import save_snapshot
 
 CPU = torch.device("cpu")
 N_TOY, N_MODEL = TINY.index("--n-layers"), TINY.index("--batch-size")
@@ -233,20 +234,20 @@ def test_what_older_folders_hold_besides(tmp_path):
 def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     """And does not, if another process has other weights."""
     argv = [*TINY[N_MODEL:], f"--checkpoint-path={tmp_path}/run.pt", f"--init-from={folder}", text]
-    run = set_up_from_settings(typed(*argv), OneProcess.from_settings)
+    run = build_run(*choose_start(typed(*argv), OneProcess.from_settings))
     assert same(run.model.state_dict(), load_model_and_tokenizer(folder, CPU)[0].state_dict())
     assert (run.step, run.settings.seq_len, run.data.tokenizer.vocab_size) == (0, 32, 257)
     assert run.model.config.dropout == 0.1 and not run.optimizer.state  # the run's own
     assert hash(run.settings)  # as the cache of planners needs it
     assert run.settings.lr == pytest.approx(0.04 / 16)
-    assert f"weights  {folder}, as transformers writes them" in capsys.readouterr().out
+    assert f"weights  {folder}\n" in capsys.readouterr().out
 
     tensors = gpt2_tensors()
     tensors["ln_f.bias"][3] += 1e-6
     paths = (folder, folder, write_folder(tmp_path / "other", tensors))
     common = (run.settings, run.process, run.precision)
-    with pytest.raises(MiniGPTError, match="--init-from: rank 0 has .*, rank 2 has .*same w"):
-        raise_if_ranks_differ([consistency_facts(*common, open_pretrained(path)) for path in paths])
+    with pytest.raises(MiniGPTError, match="--init-from: rank 0 has .*, rank 2 has .*the same"):
+        raise_if_ranks_differ([facts(*common, open_pretrained(path)) for path in paths])
 
 
 def test_a_run_starts_from_a_snapshot(run, text, tmp_path, capsys):
@@ -344,8 +345,8 @@ def test_whatever_the_files_are(run, tmp_path, monkeypatch):
 
 def test_data_that_changed_or_went(run, tmp_path, capsys):
     text, path, state = tmp_path / "x.txt", tmp_path / "run.pt", snapshot(run)
-    state["args"]["train_data"] = [str(text)]
-    torch.save(state, path)
+    state["args"] += ["--train-data", str(text)]
+    save_snapshot(path, state)
     text.write_text("another text. " * 300)
     evaluated(path)
     assert "note: the run's data changed" in capsys.readouterr().out

@@ -71,14 +71,14 @@ class Case(NamedTuple):
 AUTO = "--use-activation-checkpoint=auto"
 REFUSED = {  # by whom; words: what the line must say
     "toy": {
-        f"{AUTO} --memory-budget=8": "--memory-budget: must be a number with a unit",
-        f"{AUTO} --memory-budget=0.1b": "or more, as in 8GiB, not '0.1b'",
+        f"{AUTO} --memory-budget=8": "--memory-budget: must be bytes with a unit",
+        f"{AUTO} --memory-budget=0.1b": "as in 8GiB, not '0.1b'",
         f"{AUTO} --memory-budget={'9' * 400}b": f"8GiB, not '{'9' * 40}'",
         "--batch-size=0": "--batch-size: must be a whole number of at least 1",
         "--weight-decay=inf": "--weight-decay: must be a number",
         "--lr=1e-400": "--lr: must be a number above 0",
         "--seq-len=long": "--seq-len: must be a whole number",
-        "--num-tokens=1M": "--num-steps and --num-tokens: each says how long the run is",
+        "--num-tokens=1M": "--num-steps and --num-tokens: give only one",
         "--num-tokens=0": "--num-tokens: must be a whole number of tokens",
         "--num-tokens=1e99": "--num-tokens: must be a whole number of tokens",
         "--num-tokens=1X": "--num-tokens: must be .* as in 300M, .* not '1X'",
@@ -86,7 +86,7 @@ REFUSED = {  # by whom; words: what the line must say
         "--val-ratio=1": "--val-ratio: must be a number above 0 and below 1",
         "--dropout=1": "--dropout: must be a number .* at most 0.99",
         "--num-step=1": "unrecognized arguments: --num-step=1; did you mean --num-steps?",
-        "--eval-tokens=2.5": "--eval-tokens: must be a whole number of tokens",
+        "--no-amp --amp-dtype=auto": "--no-amp and --amp-dtype: give only one",
         "stray": "stray; .*--help lists all flags",
         "--use-activation-checkpoint=some": "-checkpoint: must be auto or POLICY.*none, cheap, sel",
         "--device=gpu": "--device: invalid choice: 'gpu'.*cuda",
@@ -145,9 +145,9 @@ REFUSED = {  # by whom; words: what the line must say
     },
     "benchmark": {
         "--policies none half": "--policies: must be .*'half'",
-        "--card=H100": "--card: this machine's own device is measured; leave --card out",
-        "--memory-budget=8GiB": "--memory-budget: plan_memory names the largest batch",
-        "--use-activation-checkpoint": "--policies names the policies to measure",
+        "--card=H100": "--card: leave it out; --policies names what is measured, on this machine",
+        "--memory-budget=8GiB": "--memory-budget: leave it out",
+        "--use-activation-checkpoint": "--policies names what is measured",
         "--tokenizer-name=none.tiktoken": "cannot read none.tiktoken: No such file",
     },
     "memory_page": {"--out=.": "--out: . cannot be written", "--card=H1000": "--card: .*'H1000'"},
@@ -204,7 +204,7 @@ TEXTS = {
     ),
     "a budget, and no text": data(
         f"--train-data=x.txt {AUTO} --memory-budget=9KiB",
-        "the smallest peak is above",
+        "the smallest peak is",
         {"x.txt": b"\xff"},
     ),
     "short": text(
