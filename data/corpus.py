@@ -150,9 +150,9 @@ def load_dataset(
         settings = len(train), val_ratio, max_tokens, key, tokenizer.fingerprint
         folder = cache_dir / cache_key(train + val, *settings)
         meta = load_or_build_folder(folder, build, say)
+        n, size = meta["documents"], sum(path.stat().st_size for path in train + val)
     if meta["empty"]:
         say(f"note     {label}: documents without text: {meta['empty']:,}; left out")
-    n, size = meta["documents"], sum(path.stat().st_size for path in train + val)
     amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
     documents = f"{n:,} document{'s' * (n != 1)}, " if n else ""
     return Dataset.in_cache(folder, meta, tokenizer, f"{label}: {documents}{amount}")

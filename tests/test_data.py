@@ -93,23 +93,18 @@ def test_folders_and_globs() -> None:
 def test_what_a_name_says(cache) -> None:
     """JSON Lines have several suffixes, and a .json file may have them, too; a file that is named
     so validates."""
-    rows = [json.dumps({"text": f"row {i}", "url": "x"}) for i in range(3)]
-    Path("a.json").write_text("[\n" + ",\n".join(rows) + "]")
-    for name in ("b.jsonl", "b.ndjson", "b.JSONLINES", "b.json", "a.json"):
-        Path("b" + name[1:]).write_text("\n".join(rows))
+    rows, lines = [json.dumps({"text": f"row {i}", "url": "x"}) for i in range(3)], []
+    Path("a.json").write_text(array := "[\n" + ",\n".join(rows) + "]")
+    for name in ("b.jsonl", "b.ndjson", "b.JSONLINES", "b.json"):
+        Path(name).write_text("\n".join(rows))
         found = ["".join(chunks) for chunks in iter_chunked_documents(Path(name))]
-        assert found == (
-            ["row 0", "row 1", "row 2"] if name != "a.json" else [Path(name).read_text()]
-        )
-    lines: list[str] = []
+        assert found == ["row 0", "row 1", "row 2"]
+    assert ["".join(chunks) for chunks in iter_chunked_documents(Path("a.json"))] == [array]
     write("in/train.txt", "in/my_VAL.md", "in/validation-2.txt", "in/values.txt", "in/interval.txt")
-    data = load(cache, "in", say=lines.append)
-    assert read(data)[1].split("<|endoftext|>") == [f"this is in/{n}" for n in names_of_val]
-    assert read(data)[0].count("<|endoftext|>") == 2
+    train, val = read(load(cache, "in", say=lines.append))
+    assert val == "this is in/my_VAL.md<|endoftext|>this is in/validation-2.txt"
+    assert train.count("<|endoftext|>") == 2
     assert "note     for validation, by its name: in/my_VAL.md and 1 more" in lines
-
-
-names_of_val = "my_VAL.md", "validation-2.txt"
 
 
 def read(data: Dataset) -> list[str]:
@@ -158,26 +153,23 @@ texts = st.lists(st.text("a b\n\ré\U0001f600"), min_size=1, max_size=12)
 
 
 @law
-@given(texts, st.floats(0.05, 0.95), st.none() | st.integers(1, 20), st.sampled_from("lkfm"))
-@example(["é" * 1000], 0.1, None, "f")
-@example(["first\r\nsecond <|endoftext|> é\n\n" * 50], 0.1, None, "m")
-@example(["", " \n" * 20, *"abcdefgh"], 0.5, None, "m")
-def test_the_end_of_all_text_validates(tmp_path_factory, documents, ratio, limit, kind) -> None:
-    """Every byte is in one split. Documents without text are left out, and counted. `kind`: lines,
-    lines of a key, files, files that begin with a byte order mark."""
-    folder, key = tmp_path_factory.mktemp("texts"), "a key" if kind == "k" else None
-    mark = b"\xef\xbb\xbf" if kind == "m" else b""
-    files = {f"{i:02}.txt": mark + document.encode() for i, document in enumerate(documents)}
-    if kind in "lk":
-        lines = [json.dumps({"text": 3, key or "text": document}) for document in documents]
-        lines[0] = f'{{"id": {"7" * 5000},{lines[0][1:]}'  # more digits than an int of Python has
-        files = {"x.JSONL": "\n\n".join(lines).encode()}
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    said: list[str] = []
-    options = {"val_ratio": ratio, "text_key": key, "max_tokens": limit}
+@given(texts, st.floats(0.05, 0.95), st.none() | st.integers(1, 20), st.booleans())
+@example(["é" * 1000], 0.1, None, False)
+@example(["first\r\nsecond <|endoftext|> é\n\n" * 50], 0.1, None, False)
+@example(["", " \n" * 20, *"abcdefgh"], 0.5, None, False)
+def test_the_end_of_all_text_validates(tmp_path_factory, documents, ratio, limit, in_lines) -> None:
+    """Every byte is in one split, but a byte order mark. Documents without text are left out, and
+    counted. Numbers in JSON may have more digits than an int of Python has."""
+    folder, said = tmp_path_factory.mktemp("texts"), []
+    for i, text in enumerate(documents):
+        (folder / f"{i:02}.txt").write_text(text, encoding="utf-8-sig", newline="")
+    paths, options = [folder], {"val_ratio": ratio, "max_tokens": limit}
+    if in_lines:
+        lines = [f'{{"id": {"7" * 5000}, "a key": {json.dumps(text)}}}' for text in documents]
+        paths, options["text_key"] = [folder / "x.JSONL"], "a key"
+        paths[0].write_text("\n\n".join(lines))
     with patch.object(documents_module, "CHUNK", 50):
-        data = load(folder / "cache", folder, say=said.append, **options)
+        data = load(folder / "cache", *paths, say=said.append, **options)
     whole = [id for text in documents if text.strip() for id in (EOT, *text.encode())]
     if limit:
         whole = whole[: int(limit / min(ratio, 1 - ratio)) + 1]
@@ -319,26 +311,36 @@ def edit(path: Path, text: str) -> None:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def test_whatever_happens_ids_are_those_of_the_run(cache, text) -> None:
-    """A text is moved, edited to one of the same size, edited back, and its cache is deleted. The
-    fingerprint tells when the ids are others. What has not changed is not read again."""
+OTHER = TEXT[:-9] + "hazy dog\n"  # of the same size
+
+
+@pytest.mark.parametrize(
+    ("same", "act", "options"),
+    [
+        (True, lambda path, cache: edit(path, OTHER) or edit(path, TEXT), {}),
+        (True, lambda path, cache: edit(path, TEXT), {}),
+        (True, lambda path, cache: shutil.rmtree(cache), {}),
+        (False, lambda path, cache: edit(path, OTHER), {}),
+        (False, lambda path, cache: None, {"val_ratio": 0.3}),
+        (False, lambda path, cache: None, {"max_tokens": 20}),
+        (False, lambda path, cache: None, {"val": ["other.txt"]}),
+    ],
+)
+def test_a_fingerprint_follows_from_content_and_split(cache, text, same, act, options) -> None:
+    """Whatever happened, a run that goes on has the ids of the text as it is, and the fingerprint
+    tells whether they are others. What has not changed is not read again."""
+    Path("other.txt").write_text(MORE)
     run = start(cache, text)
-    other = TEXT[:-9] + "hazy dog\n"
-    for what in ("as it was", other, TEXT, "move", other, TEXT, "delete"):
-        if what in (TEXT, other):
-            edit(text, what)
-        elif what == "move":
-            text = text.rename(text.with_name("y.txt"))
-        elif what == "delete":
-            shutil.rmtree(cache)
-        with patch("data.corpus.train_bpe", never):
-            data = go_on(run, cache, text)
-            with patch("data.documents.open", never, create=True):
-                again = go_on(run, cache, text, say=never)
-        assert "".join(read(data)) == text.read_text()
-        assert data.tokenizer.fingerprint == run.tokenizer.fingerprint
-        assert (data.fingerprint == run.fingerprint) == (what != other)
-        assert again.description == data.description
+    act(text, cache)
+    moved = text.rename("moved.txt")
+    with patch("data.corpus.train_bpe", never):
+        data = go_on(run, cache, moved, **options)
+        with patch("data.documents.open", never, create=True):
+            again = go_on(run, cache, moved, say=never, **options)
+    assert options or "".join(read(data)) == moved.read_text()
+    assert data.tokenizer.fingerprint == run.tokenizer.fingerprint
+    assert (data.fingerprint == run.fingerprint) == same
+    assert again.description == data.description
 
 
 @pytest.fixture(scope="module")
@@ -377,20 +379,15 @@ def test_what_is_no_cache_is_built_anew(kept, number, damage) -> None:
     start(cache, path, say=never)
 
 
-def test_a_name_follows_from_content_tokenizer_and_split(cache, text, tmp_path) -> None:
-    """A tokenizer is not looked for when the run brings it."""
-    run = start(cache, text)
-    saved = text.with_name("Mine.Tiktoken")
+def test_a_tokenizer_is_not_looked_for_when_the_run_brings_it(cache, text) -> None:
+    run, saved = start(cache, text), Path("Mine.Tiktoken")
     saved.write_text(format_ranks(load_tokenizer("byte").ranks))
     by_name = {"tokenizer_name": str(saved), "vocab_size": None}
     other = go_on(run, cache, text, **by_name)
     assert other.tokenizer.name == str(saved)  # that of the run is left aside
     saved.unlink()  # (or a vocabulary that would be downloaded)
     assert go_on(other, cache, text, say=never, **by_name).fingerprint == other.fingerprint
-    (tmp_path / "z.txt").write_text(MORE)
-    splits = {}, {"val_ratio": 0.3}, {"max_tokens": 20}, {"val": [str(tmp_path / "z.txt")]}
-    names = {go_on(run, cache, text, **options).fingerprint for options in splits}
-    assert len(names | {other.fingerprint, start(cache, text, vocab_size=280).fingerprint}) == 6
+    assert len({x.fingerprint for x in (run, other, start(cache, text, vocab_size=280))}) == 3
 
 
 CHILD = """
@@ -487,10 +484,9 @@ def test_batches_are_those_of_a_plain_sampler(tmp_path_factory, count, B, T, see
 
 
 @pytest.mark.parametrize("damage", [[0, 1], [0, 1, 9, 3]])  # cut off; an id of none
-def test_ids_are_checked_when_they_are_read(tmp_path, damage) -> None:
-    tokens = Tokens(tmp_path / "ids.bin", 9)
-    tokens.write([np.arange(4)])
-    assert tokens.read(1, 3).tolist() == [1, 2]
-    np.array(damage, "<u2").tofile(tokens.path)
+def test_ids_are_checked_when_they_are_read(damage) -> None:
+    tokens = Tokens(Path("ids.bin"), 9)
+    tokens.write([np.array(damage)])
+    assert tokens.read(0, 2).tolist() == [0, 1]
     with pytest.raises(DataError, match="ids.bin: it is shorter than it was, or was overwritten"):
         tokens.read(1, 4)
