@@ -38,7 +38,7 @@ from trainer.pretrained import load_model_and_tokenizer
 from trainer.process import OneProcess
 from trainer.resume import data_changed, settings_of
 from trainer.settings import Settings
-from trainer.snapshot import LoadedSnapshot, SaveError, State, read_snapshot
+from trainer.snapshot import LoadedSnapshot, State, read_snapshot
 
 
 def read_data(
@@ -156,10 +156,7 @@ def main(argv: list[str]) -> None:
         if value is not None:
             shown = value if isinstance(value, str) else f"{value:,.4f}".removesuffix(".0000")
             print(f"{name.replace('_', ' '):13} {shown}")
-    try:
-        write_json(args.json, about("scripts.evaluate", argv) | results)
-    except OSError as error:
-        raise SaveError(f"--json {args.json}: {error.strerror}", exit_code=3) from None
+    write_json(args.json, about("scripts.evaluate", argv) | results)
 
 
 if __name__ == "__main__":

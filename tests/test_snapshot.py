@@ -192,4 +192,4 @@ def test_what_a_kill_has_left_is_kept_and_gone_on_with(
     commands = re.findall("^note .* --checkpoint-path (.*)", said, re.M)
     assert len(commands) == goes_on
     for old in map(Path, commands):
-        assert train_here(old, "--resume", "--num-steps=2") == 0 and snapshot(old)["step"] == 2
+        assert train_here(old, "--resume", "--num-steps=3") == 0 and snapshot(old)["step"] == 3
