@@ -75,21 +75,21 @@ class MemorySavingGPT(MiniGPT):
 
     def blocks_with_recompute(self) -> Iterable[tuple[Callable[..., Tensor], bool]]:
         """Return (function, whether `forward` checkpoints it) for each block or group, in order, as
-        `config.recompute` says. Evaluation recomputes nothing."""
+        `config.recompute` says. Evaluation recomputes nothing, but has the MLP in chunks, too."""
         config = self.config
         # If torch's checkpoint ignores the RNG, use `activation_checkpoint` instead.
         loses_rng = config.dropout > 0 and checkpoint_loses_rng(self.token_embedding.weight.device)
-        plain = config.recompute in ("none", "full") and config.mlp_chunks == 1 and not loses_rng
-        if self.shard is None and (plain or not self.training):
+        plain = not self.training or config.recompute in ("none", "full") and not loses_rng
+        if self.shard is None and plain and config.mlp_chunks == 1:
             return super().blocks_with_recompute()
         return self.iter_block_calls(loses_rng)
 
     def iter_block_calls(self, loses_rng: bool) -> Iterator[tuple[Callable[..., Tensor], bool]]:
         """Yield what `blocks_with_recompute` returns. `loses_rng`: see there."""
         config, blocks, offload = self.config, iter(self.blocks), Offload(self.offload_pool)
-        plan = recompute_plan_of_config(
-            config if self.training else replace(config, recompute="none")
-        )
+        if not self.training:  # no autograd: what is named here only decides what is cut in chunks
+            config = replace(config, recompute="none" if config.mlp_chunks == 1 else "mlp")
+        plan = recompute_plan_of_config(config)
         try:
             for i, (policy, size) in enumerate(plan.group_policies_and_sizes):
                 group, is_full = list(islice(blocks, size)), policy == "full"

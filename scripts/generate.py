@@ -74,7 +74,7 @@ def generate_text(
             ids,
             args.max_new_tokens,
             temperature=args.temperature,
-            top_k=args.top_k or None,
+            top_k=args.top_k,
             top_p=args.top_p if args.top_p < 1 else None,
         )
     )

@@ -5,13 +5,10 @@ gone, signals: each ends the run as the table says, and what it saved goes on to
 that nothing happened to. (Real processes: test_reliability.py. Faults: harness/faults.py, or here.)
 """
 
-import gc
 import os
 import re
 import signal
 import sys
-import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -122,8 +119,10 @@ BREAKS = {
     "memory: of an evaluation": ({20: evaluation_fails}, "", 4, NONE, 20, []),
     "memory: of NCCL": ({7: raising(NCCL)}, FIVE, 4, NONE, 6, [5]),
     "others: gone": ({7: raising(GLOO)}, FIVE, 3, "rank 0 lost the connection to an", 6, [5]),
-    "NaN: noticed one step late": (THREE, SILENT, 3, TWELVE, 15, []),
-    "NaN: none is saved": (THREE, f"{SILENT} {FIVE}", 3, TWELVE, 15, [10, 5]),
+    "NaN: none is saved": (
+        *(f"{THREE} nan:0:15", f"{SILENT} {FIVE}"),
+        *(3, "in 4 steps in a row, 12 to 15: try a lower --lr than 0.025; --det", 15, [10, 5]),
+    ),
     "NaN: a save asks": (THREE, f"{SILENT} --save-interval=7", 3, TWELVE, 14, [7]),
     "NaN: an evaluation asks": (THREE, f"{SILENT} --eval-interval=14", 3, TWELVE, 14, []),
     "NaN: at the end": (
@@ -134,8 +133,11 @@ BREAKS = {
     # Two in a row do not end it; and if each step is logged, each is known at once.
     "NaN: logged": (f"{THREE} {TWO} nan:0:8", "--save-interval=1", 3, TWELVE, 14, [11, 10]),
     "NaN: float16": (
-        *(" ".join(f"nan:0:{step}" for step in range(2, 30)), f"{SILENT} {FP16} --num-steps=40"),
-        *(3, "in 20 steps in a row, 2 to 21: .* --no-amp;", 22, []),
+        *(
+            " ".join(f"nan:0:{step}" for step in range(2, 30)),
+            f"--log-interval=21 {FP16} --num-steps=40",
+        ),
+        *(3, "in 20 steps in a row, 2 to 21: .* --no-amp;", 21, []),
     ),
     "signal: SIGTERM": ("term:0:7", "", 143, "SIGTERM after step 7: saved", 7, [7]),
     "signal: and a copy": ("term:0:7 term:0:7", "", 143, "SIGTERM after step 7: s", 7, [7]),
@@ -249,19 +251,9 @@ ANOTHER_ERROR = (
 )
 
 
-VAGUE = (  # they mean it if a GPU has next to no free memory
-    "CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasSgemm( handle, opa, opb)`",
-    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle, opa, opb)`",
-    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-)
-
-
-@pytest.mark.parametrize("free", [2**26, 2**30])
-@pytest.mark.parametrize("message", NO_MEMORY + ANOTHER_ERROR + VAGUE)
-def test_which_messages_say_that_there_is_no_memory_left(message, free, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 2**34))
-    known = message in NO_MEMORY or message in VAGUE and free == 2**26
-    assert is_out_of_memory(RuntimeError(message)) == known
+@pytest.mark.parametrize("message", NO_MEMORY + ANOTHER_ERROR)
+def test_which_messages_say_that_there_is_no_memory_left(message):
+    assert is_out_of_memory(RuntimeError(message)) == (message in NO_MEMORY)
     assert not is_out_of_memory(ValueError(message))  # a file may be called anything
 
 
@@ -277,15 +269,6 @@ def test_a_signal_that_is_ignored_stays_ignored(name, path):
     number = getattr(signal, f"SIG{name.upper()}")
     signal.signal(number, signal.SIG_IGN)
     assert broken(path, f"{name}:0:5") == 0 and signal.getsignal(number) == signal.SIG_IGN
-
-
-def test_a_run_in_a_thread(path):
-    """Only the main thread can handle signals. And the run leaves no file open."""
-    with warnings.catch_warnings(record=True) as found, ThreadPoolExecutor(1) as pool:
-        warnings.simplefilter("always", ResourceWarning)
-        assert pool.submit(train_here, path).result() == 0
-        gc.collect()
-    assert not [str(w.message) for w in found if w.category is ResourceWarning]
 
 
 # ---- When a save is due
@@ -339,7 +322,7 @@ class OnMPS(torch.Tensor):
 )
 def test_a_step_that_is_not_finite_changes_nothing(tmp_path, monkeypatch, capsys, flags, device):
     """Neither weights nor moments, by a kernel that can skip a step and by one that cannot (MPS's);
-    and each is said, whether somebody looks at the steps or not."""
+    and how many is said with the next line."""
     clip = OneProcess.clip_gradients
     if device == "mps":
         on_mps = lambda *how: clip(*how).as_subclass(OnMPS)  # noqa: E731
@@ -351,8 +334,8 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, monkeypatch, capsys
     for path, interval in ((quiet, 0), (logged, 1)):
         how = (*flags.split(), f"--log-interval={interval}", "--grad-accum-steps=2")
         assert broken(path, faults, *how) == 0
-        said = re.findall(r"warning  step (\d+): .* skipped", capsys.readouterr().out)
-        assert list(map(int, said)) == bad
+        said = re.findall(r"warning  step (\d+): .*, (\d) updates? ski", capsys.readouterr().out)
+        assert said == ([(str(step), "1") for step in bad] if interval else [("20", "6")])
     after = history(quiet)
     for step in range(2, 21):
         now, before = (after[i]["weights"] + after[i]["moments"] for i in (step, step - 1))

@@ -172,7 +172,7 @@ def test_the_sample_compiles_nothing(path, monkeypatch):
     # Without g++.
     monkeypatch.setattr("memory.head.compile_target_log_prob", lambda: target_log_prob_)
     monkeypatch.setattr("trainer.build.check_compiler", lambda device: None)
-    monkeypatch.setattr("trainer.shutdown.sample_text", sample)
+    monkeypatch.setattr("trainer.build.sample_text", sample)
     flags = ("--compile", "--no-amp", "--num-steps=2", "--sample-tokens=5")
     assert train_here(path, *flags) == 0
     assert not any("_orig_mod" in name for name in snapshot(path)["model"])

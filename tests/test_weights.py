@@ -32,7 +32,7 @@ from data.errors import MiniGPTError
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from scripts import evaluate, export_hf, generate
-from trainer.build import facts, raise_if_ranks_differ, set_up_from_settings
+from trainer.build import build_run, choose_start, facts, raise_if_ranks_differ
 from trainer.pretrained import (
     TRANSFORMERS_TO_MINIGPT,
     load_model_and_tokenizer,
@@ -234,7 +234,7 @@ def test_what_older_folders_hold_besides(tmp_path):
 def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     """And does not, if another process has other weights."""
     argv = [*TINY[N_MODEL:], f"--checkpoint-path={tmp_path}/run.pt", f"--init-from={folder}", text]
-    run = set_up_from_settings(typed(*argv), OneProcess.from_settings)
+    run = build_run(*choose_start(typed(*argv), OneProcess.from_settings))
     assert same(run.model.state_dict(), load_model_and_tokenizer(folder, CPU)[0].state_dict())
     assert (run.step, run.settings.seq_len, run.data.tokenizer.vocab_size) == (0, 32, 257)
     assert run.model.config.dropout == 0.1 and not run.optimizer.state  # the run's own
@@ -268,6 +268,7 @@ def test_started_again_it_needs_no_source(folder, text, tmp_path, monkeypatch, c
     words += ["--num-steps=8", "--save-interval=2"]
     assert train(tmp_path / "whole.pt", *words) == 0
     with monkeypatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", "the job")
         patch.setattr("trainer.process.uuid.uuid4", lambda: SimpleNamespace(hex="the run"))
         assert broken(path, "error:0:6", *words, base=TINY[N_MODEL:]) is None
         shutil.rmtree(folder)

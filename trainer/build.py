@@ -1,20 +1,25 @@
-"""Build a run from its settings, in the order in which it happens: Settings and weights, a Plan,
-the data, the model, the Run."""
+"""Run a trainer from its settings to its exit code. Build the run in the order in which it happens:
+Settings and weights, a Plan, the data, the model, the Run."""
 
 import math
 import os
+import signal
+import sys
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from data import DataError, Dataset, MiniGPTError, Tokenizer, TrainBatches, ValBatches, load_dataset
+from data import Dataset, MiniGPTError, Tokenizer, TrainBatches, ValBatches, load_dataset
 from memory import MemorySavingGPT
 from model import MiniGPTConfig
 
 from . import resume
+from .bootstrap import PROCESS_START
 from .check_model import check_model, make_model_without_memory
 from .clocks import make_clock
 from .device import (
@@ -28,6 +33,7 @@ from .flags import flag
 from .metrics import (
     LOGGER_MODULES,
     check_logger,
+    finish_wandb,
     open_external_logger,
     open_metrics,
 )
@@ -35,12 +41,12 @@ from .optimizer import make_optimizer
 from .plan import Plan, plan_run, vocab_size_of
 from .pretrained import Pretrained, SnapshotOrPretrained, open_init_from
 from .process import OneProcess
-from .report import describe_run
+from .report import describe_result, describe_run, resume_command, sample_text
 from .run import Run, make_scaler
 from .settings import ROWS, Rule, Settings, names_with, resolve
+from .shutdown import describe_error
 from .snapshot import (
     LoadedSnapshot,
-    SnapshotError,
     State,
     check_path,
     check_shapes,
@@ -49,16 +55,77 @@ from .snapshot import (
     sibling_path,
     unused_path,
 )
+from .torchrun import print_error_once
 
 MakeProcess = Callable[[Settings], OneProcess]
 
 
-def set_up_from_settings(settings: Settings, make_process: MakeProcess) -> Run:
-    """Set up the run that the command line describes. With --resume, the snapshot supplies the
-    flags that are not typed.
+def run_safely(
+    settings: Settings, make_process: MakeProcess, train: Callable[[Run], dict[str, Any]]
+) -> int:
+    """Build a run and `train` it; return the exit code: 0 done, 2 bad input, 3 stopped safely, 4
+    out of memory, 128 + n stopped by signal n.
 
-    All mistakes that a user can make are found here, before the run writes or trains anything.
-    Raises MiniGPTError for a mistake, and for a step that needs more memory than the device has.
+    An error that is not a bug is printed as one line. Any other error is a bug, and is raised.
+    """
+    run = None
+    try:
+        run = build_run(*choose_start(settings, make_process))
+        # Unlock after the run, because this process may start another run.
+        with run.held_lock or nullcontext():
+            return train_and_report(run, train)
+    except KeyboardInterrupt:
+        print("\nstopped; --resume goes on from the last snapshot, if any", file=sys.stderr)
+        return 130
+    except Exception as error:
+        line, code = describe_error(error, settings, run)
+        print_error_once(line)
+        return code
+    finally:
+        finish_wandb()
+
+
+def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
+    """Call `train` and print the last lines of the run. Return the exit code: 0, 3 for weights that
+    are of no use, or 128 + signal number."""
+    settings, say = run.settings, run.process.print0
+    if run.step >= settings.num_steps:
+        say(
+            f"done     already at step {run.step:,}; raise --num-steps to go on: "
+            f"{resume_command(run)} --num-steps {2 * run.step}"
+        )
+        return 0
+    seconds_before = time.perf_counter() - PROCESS_START
+    record = train(run)
+    if run.stop_signal and (run.step < settings.num_steps or "val_loss" not in record):
+        with_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        note = " (torchrun's traceback below is no crash)" if with_torchrun else ""
+        say(
+            f"stopped  {signal.Signals(run.stop_signal).name} after step {run.step:,}: saved{note};"
+            f" go on with --resume: {resume_command(run)}"
+        )
+        return 128 + run.stop_signal
+    if not math.isfinite(record["val_loss"]):
+        print_error_once(
+            f"the validation loss is not finite after the last step, {run.step}: try a lower --lr "
+            f"than {settings.lr:.2g}; the weights in {settings.checkpoint_path} are of no use"
+        )
+        return 3
+    text = sample_text(run)  # on all ranks, because the forward of a sharded model needs all
+    seconds = time.perf_counter() - PROCESS_START
+    say(describe_result(run, record, text, seconds_before, seconds))
+    return 0
+
+
+def choose_start(
+    settings: Settings, make_process: MakeProcess
+) -> tuple[Settings, OneProcess, SnapshotOrPretrained]:
+    """Return the settings of the run that the command line describes, its process, and the snapshot
+    or the weights from which it starts. With --resume, the snapshot supplies the flags that are not
+    typed.
+
+    All mistakes that a user can make are found here or in `build_run`, before the run writes or
+    trains anything. Raises MiniGPTError for a mistake.
     """
     if settings.resume and "init_from" in settings.typed:
         raise MiniGPTError("--init-from starts a run and --resume goes on with one: leave one out")
@@ -67,7 +134,7 @@ def set_up_from_settings(settings: Settings, make_process: MakeProcess) -> Run:
         resumed = resume.load_newest(settings.checkpoint_path)
         settings = resume.with_saved_flags(settings, resumed)
     process = make_process(settings)
-    if resumed is None:
+    if resumed is None and "TORCHELASTIC_RUN_ID" in os.environ:
         # If torchrun has restarted this run, resume from the snapshot that the run itself has
         # saved. The weights of --init-from are not needed then, and may have been deleted.
         resumed = resume.load_own_run(settings.checkpoint_path, process.run_id)
@@ -87,14 +154,15 @@ def set_up_from_settings(settings: Settings, make_process: MakeProcess) -> Run:
     torch.autograd.set_detect_anomaly(settings.detect_anomaly)
     if process.rank == 0:  # only rank 0 logs
         check_logger(settings.log_to)
-    return build_run(settings, process, origin)
+    return settings, process, origin
 
 
 def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrained = None) -> Run:
     """Make the data, the model and the optimizer of a run, and return the run.
 
     `origin`: the snapshot or the pretrained weights from which the run starts; None: draw random
-    weights. Raises as `set_up_from_settings`.
+    weights. Raises MiniGPTError for a mistake of the user, and for a step that needs more memory
+    than the device has.
     """
     resumed = origin if isinstance(origin, LoadedSnapshot) else None
     device, precision = process.device, choose_precision(settings, process.device)
@@ -118,7 +186,9 @@ def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrai
         process.run_on_all_ranks(check)  # (each rank may have its own policy)
     if settings.compile:
         process.run_on_all_ranks(lambda: check_compiler(device))
-    held_lock = process.run_on_rank0_only(lambda: claim(settings.checkpoint_path, resumed))
+    held_lock = process.run_on_all_ranks(
+        lambda: claim(settings.checkpoint_path, resumed) if process.rank == 0 else None
+    )
     allocate_and_fill(model, settings, process, origin)
     optimizer = make_optimizer(model, settings, device, precision)
     scaler = make_scaler(device, precision)
@@ -143,7 +213,6 @@ def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrai
         val_batches=val,
         clock=make_clock(settings, process, model, optimizer, peaks),
         plans=plans,
-        check_techniques=check,
         held_lock=held_lock,
         **restored,
     )
@@ -176,13 +245,17 @@ def load_data_and_plan(
 
     Encoding a long text (into data/cache) takes long. So before the text is encoded, this function
     checks the flags and the path, and predicts the memory. This prediction is for the largest
-    vocabulary that the text can give. Raises as `set_up_from_settings`.
+    vocabulary that the text can give. Raises as `build_run`.
     """
     process.init_process_group()  # before this call the processes cannot communicate
     raise_if_ranks_differ(process.all_gather_object(facts(settings, process, precision, origin)))
     path, resuming = settings.checkpoint_path, isinstance(origin, LoadedSnapshot)
-    process.run_on_rank0_only(lambda: check_path(path, resuming))
-    vocab_size = process.run_on_all_ranks(lambda: vocab_size_upper_bound(settings, origin))
+    process.from_rank0(lambda: check_path(path, resuming))
+    # The largest vocabulary that the run can have, without reading the data
+    known = tokenizer_of_origin(origin)
+    vocab_size = (
+        known.vocab_size if known else process.run_on_all_ranks(lambda: vocab_size_of(settings))
+    )
     with process.showing_message("predicting the memory of a step"):
         policy, plans, words = plan_run(settings, vocab_size, process, precision)
     data = process.run_on_all_ranks(lambda: find_data(settings, process, origin))
@@ -241,26 +314,12 @@ def raise_if_ranks_differ(of_each: list[dict[str, object]]) -> None:
 # ---- Parts of a run
 
 
-def vocab_size_upper_bound(settings: Settings, origin: SnapshotOrPretrained) -> int:
-    """Return the largest vocabulary size that the run can have, without reading the data.
-
-    Raises DataError, or SnapshotError as `tokenizer_of_origin` does.
-    """
-    tokenizer = tokenizer_of_origin(origin)
-    return tokenizer.vocab_size if tokenizer else vocab_size_of(settings)
-
-
 def tokenizer_of_origin(origin: SnapshotOrPretrained) -> Tokenizer | None:
-    """Return the tokenizer of a snapshot or of pretrained weights; None if `origin` is None.
-
-    Raises SnapshotError if the snapshot contains no valid tokenizer.
-    """
-    if not isinstance(origin, LoadedSnapshot):
-        return origin.tokenizer if origin else None
-    try:
+    """Return the tokenizer of a snapshot or of pretrained weights; None if `origin` is None. Raises
+    DataError if a snapshot has none that this project knows."""
+    if isinstance(origin, LoadedSnapshot):
         return Tokenizer.from_state(origin.state["tokenizer"])
-    except DataError as error:
-        raise SnapshotError(f"{origin.path} holds {error}") from None
+    return origin.tokenizer if origin else None
 
 
 def archive_and_open_logs(run: Run) -> None:
@@ -286,8 +345,7 @@ def find_data(
 ) -> Dataset:
     """Return the data that the flags of the group "data" describe.
 
-    If `origin` has a tokenizer, the text is encoded with that tokenizer. Raises DataError, or
-    SnapshotError as `tokenizer_of_origin` does.
+    If `origin` has a tokenizer, the text is encoded with that tokenizer. Raises DataError.
     """
     flags = {name: getattr(settings, name) for name in (*names_with(Rule.DATA), "data_seed")}
     return load_dataset(**flags, tokenizer=tokenizer_of_origin(origin), say=process.print0)
@@ -335,5 +393,6 @@ def restored_progress(
     state, path = resumed.state, settings.checkpoint_path
     if process.rank == 0 and resumed.path != path and os.path.lexists(path):
         os.replace(path, unused_path(path, ".damaged"))
-    best = math.inf if resume.val_windows_changed(state, metadata) else state["best_val_loss"]
+    other_windows = "eval_tokens" in resume.changes(state, metadata)
+    best = math.inf if other_windows else state["best_val_loss"]
     return {"step": state["step"], "saved_step": state["step"], "best_val_loss": best}

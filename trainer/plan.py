@@ -80,8 +80,8 @@ def where_to_ask(settings: Settings, layout: Layout) -> str:
 # ---- the plan
 
 
-def do_nothing(n: int) -> None:  # (no lambda: ranks send each other their plans, pickled)
-    pass
+def do_nothing(n: int) -> None:
+    """Ignore n. (This is no lambda, because ranks send each other their plans, pickled.)"""
 
 
 @cache
@@ -419,11 +419,11 @@ def plan_run(
     card = process.from_rank0(lambda: card_for(settings, device))
     here = layout.local_world_size
     budget = budget_on(device, settings.memory_budget, process.processes_on_device, here=here)
-    if not process.has_own_recompute_policy:
+    if layout.shard_degree > 1:
         budget = min(process.all_gather_object(budget), key=lambda budget: budget.limit_bytes or 0)
     plan = Plan(settings, vocab_size, device, precision, budget, card, layout)
     plan_here = partial(plan_on_this_rank, plan, process)
-    chooses_alone = settings.use_activation_checkpoint == AUTO and process.has_own_recompute_policy
+    chooses_alone = settings.use_activation_checkpoint == AUTO and layout.shard_degree == 1
     policy, plans, words = (
         process.run_on_all_ranks(plan_here) if chooses_alone else process.from_rank0(plan_here)
     )
@@ -443,7 +443,7 @@ def plan_on_this_rank(plan: Plan, process: OneProcess) -> tuple[str, list[Plan],
         by_time = f"the least time (predicted for {plan.card.name})" if plan.card else ""
         criterion = by_time or "the least recompute"
         words = f"auto takes {policy}: {criterion} that fits in {plan.memory_budget}\nmemory   "
-    if failed := process.last_failed_policy():
+    if failed := process.failed_policy:
         policy = policy_after_out_of_memory(plan.with_policy(failed), policy)
         now = "the same, the smallest known" if policy == failed else policy
         words += f"memory ran out with {failed}; it goes on with {now}\nmemory   "
@@ -504,7 +504,7 @@ def predict(plan: Plan, process: OneProcess) -> tuple[list[Plan], str]:
         # To plan what is deeper takes longer than all else here. A run that is far from the limit
         # does it if memory runs out all the same (run.free_and_switch_policy). One of several
         # processes never switches.
-        may_switch = process.can_repeat_steps and plan.peak > plan.usable_bytes // 4
+        may_switch = plan.layout.kind == "one" and plan.peak > plan.usable_bytes // 4
         return [plan, *(plan.deeper() if may_switch else ())], words
     except MiniGPTError:
         raise

@@ -27,7 +27,7 @@ from .metrics import (
     perplexity,
 )
 from .pretrained import Pretrained, SnapshotOrPretrained
-from .resume import describe_each_change, val_windows_changed
+from .resume import changes, describe_each_change
 from .run import Run
 from .settings import to_words
 from .snapshot import LoadedSnapshot, archived_path, files_of_run, sibling_path
@@ -128,7 +128,7 @@ def resume_lines(run: Run, origin: LoadedSnapshot) -> list[str]:
     changed = describe_each_change(saved, now) if run.step < run.settings.num_steps else []
     if changed:
         lines.append(f"resume   changed, from here on: {', '.join(changed)}")
-    if val_windows_changed(saved, now):
+    if "eval_tokens" in changes(saved, now):
         best = sibling_path(run.settings.checkpoint_path, ".best.pt")
         lines.append(
             "resume   the validation windows are others than before: the next validation loss "
@@ -243,7 +243,7 @@ def describe_out_of_memory_retries(run: Run) -> str:
     2 times: none -> cheap -> full". Processes may differ: the text lists each distinct sequence of
     policies. Return "" if memory never ran out. All processes must call this together."""
     # The policy with which memory ran out before torchrun restarted this run, if there is one.
-    before = [*filter(None, [run.process.last_failed_policy()])]
+    before = [*filter(None, [run.process.failed_policy])]
     chains = run.process.all_gather_object(
         (*before, *run.policies_out_of_memory, run.model.config.recompute)
     )

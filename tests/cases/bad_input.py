@@ -146,9 +146,9 @@ REFUSED = {  # by whom; words: what the line must say
     },
     "benchmark": {
         "--policies none half": "--policies: must be .*'half'",
-        "--card=H100": "--card: this machine's own device is measured; leave --card out",
-        "--memory-budget=8GiB": "--memory-budget: plan_memory names the largest batch",
-        "--use-activation-checkpoint": "--policies names the policies to measure",
+        "--card=H100": "--card: leave it out; --policies names what is measured, on this machine",
+        "--memory-budget=8GiB": "--memory-budget: leave it out",
+        "--use-activation-checkpoint": "--policies names what is measured",
         "--tokenizer-name=none.tiktoken": "cannot read none.tiktoken: No such file",
     },
     "memory_page": {"--out=.": "--out: . cannot be written", "--card=H1000": "--card: .*'H1000'"},

@@ -246,7 +246,7 @@ def plan_nothing() -> None:
     for a run that torchrun has restarted after an out-of-memory error."""
 
     def plan(settings: Settings, vocab_size: int, process: OneProcess, precision: torch.dtype):
-        if settings.use_activation_checkpoint == "auto" or process.last_failed_policy():
+        if settings.use_activation_checkpoint == "auto" or process.failed_policy:
             return trainer.plan.plan_run(settings, vocab_size, process, precision)
         where = process.device, precision
         plan = Plan(settings, vocab_size, *where, layout=process.layout)
