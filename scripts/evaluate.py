@@ -36,7 +36,7 @@ from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.metrics import perplexity
 from trainer.pretrained import load_model_and_tokenizer
 from trainer.process import OneProcess
-from trainer.resume import data_changed, settings_of
+from trainer.resume import settings_of
 from trainer.settings import Settings
 from trainer.snapshot import LoadedSnapshot, State, read_snapshot
 
@@ -58,7 +58,7 @@ def read_data(
             data = find_data(settings_of(state), process, LoadedSnapshot(state, path))
         except DataError as error:
             raise DataError(f"the run's own data: {error}; --val-data names other data") from None
-        if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):
+        if state["data"]["fingerprint"] != data.fingerprint:
             process.print0("note: the run's data changed; the model may have trained on part of it")
         description = f"validation part of {data.description}"
         pieces = iter([data.val_tokens.read(0, len(data.val_tokens))])

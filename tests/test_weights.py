@@ -268,6 +268,7 @@ def test_started_again_it_needs_no_source(folder, text, tmp_path, monkeypatch, c
     words += ["--num-steps=8", "--save-interval=2"]
     assert train(tmp_path / "whole.pt", *words) == 0
     with monkeypatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", "the job")
         patch.setattr("trainer.process.uuid.uuid4", lambda: SimpleNamespace(hex="the run"))
         assert broken(path, "error:0:6", *words, base=TINY[N_MODEL:]) is None
         shutil.rmtree(folder)
