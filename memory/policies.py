@@ -262,13 +262,25 @@ def recompute_attention(block: Any, x: Tensor) -> Tensor:
     return View(block, attention=half)(x)
 
 
+class AttentionCalled(Exception):
+    """Ends a block's forward where it calls `attention`; has the arguments of that call."""
+
+
+def end_at_attention(*inputs: Any, **named: Any) -> Tensor:
+    """Take the place of `attention`. Raises AttentionCalled."""
+    raise AttentionCalled(inputs, named)
+
+
 def keep_qkv_and_attention(block: Any, x: Tensor) -> Tensor:
     """Keep x, qkv and attention's result. Recompute LayerNorms, attn.c_proj and the MLP half."""
     half = partial(View, block, ln_1=defer(block.ln_1))
     # The attention half without c_proj.
     qkv = in_checkpoint(block.attn.qkv, checkpoint_to_matmul)
     without_c_proj = half(attn=View(block.attn, qkv=qkv, c_proj=lambda y: y)).attention
-    inputs, named = arguments_of_attention(block, x)
+    try:
+        return View(block, attention=end_at_attention)(x)  # (a changed block may end before it)
+    except AttentionCalled as call:
+        inputs, named = call.args
     attended = without_c_proj(*inputs, **named)
 
     def rest(x: Tensor, attended: Tensor) -> Tensor:
@@ -277,26 +289,6 @@ def keep_qkv_and_attention(block: Any, x: Tensor) -> Tensor:
         return View(block, attention=half(attn=known).attention)(x)
 
     return activation_checkpoint(rest, x, attended, has_dropout=block_has_dropout(block))
-
-
-class Reached(Exception):
-    """Ends a forward at the call of attention."""
-
-
-def arguments_of_attention(block: Any, x: Tensor) -> tuple[tuple, dict[str, Any]]:
-    """Run a block's forward until it calls `attention`. Return the arguments of that call."""
-    found: Any = None
-
-    def stop(*inputs: Any, **named: Any) -> Tensor:
-        nonlocal found
-        found = inputs, named
-        raise Reached
-
-    try:
-        View(block, attention=stop)(x)
-    except Reached:
-        pass
-    return found
 
 
 # A *selective checkpoint* around a whole block keeps x and the results of the operators that a list
