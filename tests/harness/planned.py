@@ -43,7 +43,6 @@ def shared(key: tuple, make: Any) -> Planner:
         head.SOFTMAX_SLICE_ELEMENTS,
         optimizer.UPDATE_CHUNK_ELEMENTS,
         offload.MIN_OFFLOAD_BYTES,
-        step.MIN_OFFLOAD_BYTES,
     )
     changed += offload.MAX_COPIES_IN_FLIGHT, offload.prefetch_all
     key = *key, changed
