@@ -108,9 +108,9 @@ def test_predicted_peak_is_that_of_a_real_step(config, batch_size, how, lone_pro
     sums = {"accumulates_gradients": accumulate > 1, "n_pending_sums": waiting}
     predicted = planner(config, **how, **sums).step(batch_size).peak
     fused = how.pop("device_type", "cpu") == "cpu"
-    how |= {"accumulate": accumulate, "in_tree": in_tree, "ddp": "layout" in how}
+    how |= {"accumulate": accumulate, "in_tree": in_tree, "ddp": bool(how.pop("layout", None))}
     with nullcontext() if fused else sdpa_kernel(SDPBackend.MATH):
-        measured = measured_peak(config, batch_size, by_ours=bool(how.pop("layout", None)), **how)
+        measured = measured_peak(config, batch_size, **how)
     assert predicted - measured in (0, 4) or how["ddp"]
     assert predicted == pytest.approx(measured, rel=0.003)
 
