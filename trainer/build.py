@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from data import DataError, Dataset, MiniGPTError, Tokenizer, TrainBatches, ValBatches, load_dataset
+from data import Dataset, MiniGPTError, Tokenizer, TrainBatches, ValBatches, load_dataset
 from memory import MemorySavingGPT
 from model import MiniGPTConfig
 
@@ -47,7 +47,6 @@ from .settings import ROWS, Rule, Settings, names_with, resolve
 from .shutdown import describe_error
 from .snapshot import (
     LoadedSnapshot,
-    SnapshotError,
     State,
     check_path,
     check_shapes,
@@ -136,7 +135,7 @@ def choose_start(
         resumed = resume.load_newest(settings.checkpoint_path)
         settings = resume.with_saved_flags(settings, resumed)
     process = make_process(settings)
-    if resumed is None:
+    if resumed is None and "TORCHELASTIC_RUN_ID" in os.environ:
         # If torchrun has restarted this run, resume from the snapshot that the run itself has
         # saved. The weights of --init-from are not needed then, and may have been deleted.
         resumed = resume.load_own_run(settings.checkpoint_path, process.run_id)
@@ -313,16 +312,11 @@ def raise_if_ranks_differ(of_each: list[dict[str, object]]) -> None:
 
 
 def tokenizer_of(origin: SnapshotOrPretrained) -> Tokenizer | None:
-    """Return the tokenizer of a snapshot or of pretrained weights; None if `origin` is None.
-
-    Raises SnapshotError if the snapshot contains no valid tokenizer.
-    """
-    if not isinstance(origin, LoadedSnapshot):
-        return origin.tokenizer if origin else None
-    try:
+    """Return the tokenizer of a snapshot or of pretrained weights; None if `origin` is None. Raises
+    DataError if a snapshot has none that this project knows."""
+    if isinstance(origin, LoadedSnapshot):
         return Tokenizer.from_state(origin.state["tokenizer"])
-    except DataError as error:
-        raise SnapshotError(f"{origin.path} holds {error}") from None
+    return origin.tokenizer if origin else None
 
 
 def archive_and_open_logs(run: Run) -> None:
@@ -352,8 +346,7 @@ def find_data(
 ) -> Dataset:
     """Return the data that the flags of the group "data" describe.
 
-    If `origin` has a tokenizer, the text is encoded with that tokenizer. Raises DataError, or
-    SnapshotError as `tokenizer_of` does.
+    If `origin` has a tokenizer, the text is encoded with that tokenizer. Raises DataError.
     """
     flags = {name: getattr(settings, name) for name in (*names_with(Rule.DATA), "data_seed")}
     return load_dataset(**flags, tokenizer=tokenizer_of(origin), say=process.print0)
@@ -401,5 +394,6 @@ def restored_progress(
     state, path = resumed.state, settings.checkpoint_path
     if process.rank == 0 and resumed.path != path and os.path.lexists(path):
         os.replace(path, unused_path(path, ".damaged"))
-    best = math.inf if resume.val_windows_changed(state, metadata) else state["best_val_loss"]
+    other_windows = "eval_tokens" in resume.changes(state, metadata)
+    best = math.inf if other_windows else state["best_val_loss"]
     return {"step": state["step"], "saved_step": state["step"], "best_val_loss": best}

@@ -107,7 +107,7 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
     `saved`: state of the snapshot at `path`. `now`: result of `build.make_snapshot_metadata` for
     this run. (`check_fixed_flags` checks what must not change before data are read.)
     """
-    if data_changed(saved, now):
+    if saved["data"]["fingerprint"] != now["data"]["fingerprint"]:
         changed = [name for name in changes(saved, now) if name in names_with(Rule.DATA)]
         raise SnapshotError(
             f"--train-data: {path} was trained on {saved['data']['description']}, this run "
@@ -115,17 +115,6 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
             f"data must stay the same to resume; --init-from {path} in place of --resume starts a "
             "new run from its weights"
         )
-
-
-def data_changed(saved: State, now: State) -> bool:
-    """Return True if the data of the two states have different fingerprints."""
-    return bool(saved["data"]["fingerprint"] != now["data"]["fingerprint"])
-
-
-def val_windows_changed(saved: State, now: State) -> bool:
-    """Return True if the two states have other validation windows, so that their losses cannot be
-    compared. Of what decides the windows, only --eval-tokens may change at a resume."""
-    return "eval_tokens" in changes(saved, now)
 
 
 def changes(saved: State, now: State) -> dict[str, tuple[object, object]]:

@@ -335,27 +335,19 @@ class Settings:
 
     @property
     def recompute_plan(self) -> RecomputePlan:
-        """The recompute policy of each block; `auto` counts as `full`. Raises MiniGPTError if the
+        """The recompute policy of each block; `auto` counts as `full`. Raises ValueError if the
         policy string is invalid for --n-layers."""
         policy = self.use_activation_checkpoint
-        try:
-            return parse_recompute_plan("full" if policy == AUTO else policy, self.n_layers)
-        except ValueError as error:
-            raise MiniGPTError(replace_fields_by_flags(str(error))) from None
+        return parse_recompute_plan("full" if policy == AUTO else policy, self.n_layers)
 
     def model_config(self, vocab_size: int) -> MiniGPTConfig:
         """Return the config of the model; the policy `auto` counts as `full`. Raises MiniGPTError
         if such a model is impossible."""
-        if self.seq_len > self.max_position_embeddings:
-            raise MiniGPTError(
-                f"--seq-len {self.seq_len} is above --max-position-embeddings "
-                f"{self.max_position_embeddings}: raise the latter, or leave it out"
-            )
-        recompute = format_recompute_plan(self.recompute_plan)
-        own: dict[str, Any] = {"vocab_size": vocab_size, "recompute": recompute}
-        names = [field.name for field in fields(MiniGPTConfig) if field.name not in own]
+        names = {field.name for field in fields(MiniGPTConfig)} & ROWS.keys() - {"vocab_size"}
+        same: dict[str, Any] = {name: getattr(self, name) for name in names}
         try:
-            return MiniGPTConfig(**own, **{name: getattr(self, name) for name in names})
+            recompute = format_recompute_plan(self.recompute_plan)
+            return MiniGPTConfig(vocab_size=vocab_size, recompute=recompute, **same)
         except ValueError as error:
             raise MiniGPTError(replace_fields_by_flags(str(error))) from None
 
@@ -456,6 +448,11 @@ def contradictions(s: Settings, layout: Layout, script: str) -> list[tuple[objec
     ]
     return [
         *exclusive,
+        (
+            s.seq_len > s.max_position_embeddings,
+            f"--seq-len {s.seq_len} is above --max-position-embeddings "
+            f"{s.max_position_embeddings}: raise the latter, or leave it out",
+        ),
         (s.min_lr > s.lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}"),
         (
             s.mlp_chunks != 1 and s.compile,

@@ -114,7 +114,6 @@ def writing_atomically(path: Path, n_bytes: int) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, path)
-        sync_folder(path.parent)
     except BaseException as error:
         with suppress(OSError):  # the folder may be gone
             temporary.unlink(missing_ok=True)
@@ -124,17 +123,6 @@ def writing_atomically(path: Path, n_bytes: int) -> Iterator[Path]:
         if isinstance(reason, OSError):
             raise SaveError(describe_save_error(path, reason, n_bytes), exit_code=3) from None
         raise
-
-
-def sync_folder(folder: Path) -> None:
-    """Force a rename in the folder to the disk, where the file system can do that. (Windows, SMB,
-    VirtualBox and some FUSE file systems cannot.)"""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def describe_save_error(path: Path, error: OSError, n_bytes: int) -> str:
