@@ -32,7 +32,6 @@ from planner.operators import MATMUL_DTYPES
 from planner.record import StepRecord
 from planner.roofline import LINKS, default_link
 from scripts import cli_main, plan_table
-from scripts.advice import advice
 from scripts.plan_table import (
     STEP,
     Row,
@@ -48,11 +47,12 @@ from scripts.plan_table import (
     search_settings,
     with_length,
 )
+from scripts.plans import CommandPlan as Plan
+from scripts.plans import advice, optimizer_name, plan_for_command
 from scripts.style import about, write_json
 from trainer.flags import AUTO, number_in_range, output_file
 from trainer.metrics import format_bytes
-from trainer.optimizer import optimizer_name
-from trainer.plan import POLICY_FLAG, Plan, plan_for_command
+from trainer.plan import POLICY_FLAG
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 from trainer.settings import Settings, check_layout, resolve, row

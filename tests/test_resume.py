@@ -137,7 +137,6 @@ def test_other_flags_may_be_typed_and_are_said(path, tmp_path, capsys):
     }
     groups = snapshot(path)["optimizer"]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
-    assert [r["step"] for r in metrics(path) if r.get("resumed_from") == 20] == [21]
     assert metrics(path)[-1]["val_loss"] > metrics(path)[19]["val_loss"]
     assert (tmp_path / "run.best.pt").read_bytes() == before
 
@@ -277,7 +276,7 @@ def test_any_path_can_be_pasted(tmp_path, capsysbinary):
     assert pasted("^next     (.*)")[-2:] == ["--checkpoint-path", str(path)]
 
     assert train_here(path, "--num-steps=2") == 0
-    older = pasted("to go on with that one: python train_minimal.py (.*)")
+    older = pasted("to go on with that one: (.*)")
     assert train_minimal.main([*older, "--num-steps=30"]) == 0
     logs = [[record["step"] for record in metrics(Path(name))] for name in (path, older[-1])]
     assert logs == [[1, 2], [3, 10, 20, 30]]

@@ -57,7 +57,6 @@ RESUME: dict[str, tuple[Write, str]] = {  # what lies there, and what --resume s
         altered("optimizer", "state", 0, "exp_avg", to=lambda whole: whole[:1]),
         STRANGE,
     ),
-    "one group": (altered("optimizer", "param_groups", to=lambda groups: groups[:1]), STRANGE),
 }
 SNAPSHOTS = {
     "none to resume": Case("toy", "--resume", ("no snapshot run.pt; start without --resume",)),

@@ -1,0 +1,278 @@
+"""Plan for a command, such as scripts/plan_memory.py, on a device that need not exist here.
+
+A `CommandPlan` is a trainer's Plan, and knows what only commands ask: the bytes of the state, the
+largest batch that fits, the time of a step. `advice` finds the cheapest change of flags that makes
+a step fit, in the order of docs/planning.md ("Out of memory: which knob first"); it is proven by a
+simulation, or by the bytes of its state.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import chain, product, repeat
+from typing import Any, TypeVar
+
+import torch
+
+from data import MiniGPTError
+from memory import MemorySavingGPT
+from model import MiniGPTConfig
+from planner import Layout
+from planner.cards import CARDS, THIS_MACHINE
+from planner.choose import nested_checkpoint_policies
+from planner.roofline import LINK_EFFICIENCY, LINKS
+from planner.shards import state_bytes
+from trainer.device import (
+    MemoryBudget,
+    budget_on,
+    choose_device,
+    choose_precision,
+    is_available,
+    set_matmul_precision,
+)
+from trainer.metrics import format_bytes
+from trainer.optimizer import initial_param_state, make_param_groups
+from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG, Plan, card_for, vocab_size_of
+from trainer.settings import Settings, to_words
+
+ADVICE_OPS = 20_000  # the search ends after so many simulated operators
+OTHER_WAYS = "a smaller model (--n-layers, --d-model), or more cards with train_fsdp.py"
+Change = dict[str, Any]  # flags that are changed together: name in Settings -> new value
+P = TypeVar("P", bound="CommandPlan")
+
+
+def optimizer_name(settings: Settings) -> str:
+    """Return the name of the optimizer, in words for the user."""
+    return {"adamw": "AdamW", "muon": "Muon and AdamW"}[settings.optimizer]
+
+
+@cache
+def make_meta_model(config: MiniGPTConfig) -> MemorySavingGPT:
+    """Return a model whose parameters have shapes but no memory, and need no simulation."""
+    with torch.device("meta"):
+        return MemorySavingGPT(config)
+
+
+@dataclass(frozen=True)
+class CommandPlan(Plan):
+    """A Plan, and what only commands ask of it."""
+
+    link: str | None = None  # key of LINKS; None: leave the time of communication out
+
+    def with_flags(self: P, **flags: Any) -> P:
+        """Return the plan with other values of `flags`."""
+        return replace(self, settings=self.settings.replace(**flags))
+
+    # ---- memory
+
+    @property
+    def meta_model(self) -> MemorySavingGPT:
+        """The model on "meta". Its parameters do not depend on the recompute policy."""
+        return make_meta_model(replace(self.config, recompute="none"))
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of parameters of the whole model. A parameter that blocks share counts once."""
+        return sum(parameter.numel() for parameter in self.meta_model.parameters())
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of weights, gradients and the optimizer's state in a process, and of the weights
+        that it gathers. Every step takes at least these bytes. Nothing is simulated."""
+        model, moments = self.meta_model, getattr(torch, self.settings.moments_dtype)
+        state = (
+            tensor
+            for group in make_param_groups(model, self.settings)
+            for parameter in group["params"]
+            for tensor in initial_param_state(parameter, group, moments).values()
+        )
+        return state_bytes(model, state, self.layout.shard_degree)
+
+    @cached_property
+    def largest_batch(self) -> int:
+        """Number of sequences in the largest micro-batch that fits; 0: not even one fits."""
+        return self.planner.largest_batch(
+            self.usable_bytes,
+            self.settings.batch_size,
+            self.memory_budget.host_usable_bytes,
+            recompute=self.policy,
+        )
+
+    @property
+    def fits(self) -> bool:
+        return self.settings.batch_size <= self.largest_batch
+
+    # ---- time
+
+    @cached_property
+    def seconds(self) -> float:
+        """Predicted seconds of a training step: all its micro-batches and one update."""
+        assert self.card
+        computing = self.step.seconds(self.card, self.settings.grad_accum_steps)
+        return computing + self.communication_seconds
+
+    @property
+    def communication_seconds(self) -> float:
+        """Predicted seconds in which a training step only communicates; 0: no link.
+
+        Each process of N sends (N - 1) / N of the bytes of a gather, of a reduce-scatter and of an
+        all-to-all, and twice as many in an all-reduce. DDP reduces the gradients of a step at the
+        time of the last backward. Shards are gathered at the time of each forward and backward, and
+        the gradients are scattered in the last backward (with --reproducible-sums, in each). Only
+        what takes longer than that counts.
+        Attention of a shared sequence waits for its all-to-alls: of q, k, v and its result, in
+        forward and in backward. (A policy that replays attention repeats them: left out.)
+        """
+        n, step, settings = self.layout.world_size, self.step, self.settings
+        if self.link is None or n == 1 or self.card is None:
+            return 0
+        config, micro_batches = step.config, settings.grad_accum_steps
+        rate = LINK_EFFICIENCY * LINKS[self.link] * n / (n - 1)
+        whole = 4 * self.n_parameters
+        gathered = whole // (2 if settings.gather_dtype == "bfloat16" else 1)
+        backward, all_phases = step.phase_seconds(self.card)
+        if self.layout.gradients_persist:
+            return max(0, 2 * whole / (1 + settings.compress_gradients) / rate - backward)
+        in_blocks = 8 * config.n_layers * config.d_model * self.precision.itemsize
+        tokens = step.batch_size * self.planner.local_seq_len
+        exchanges = (self.layout.sp_degree > 1) * in_blocks * tokens / rate
+        hidden = max(0, 2 * gathered / rate - all_phases)
+        scattered = max(0, (2 * gathered + whole) / rate - all_phases)
+        n_scattered = micro_batches if settings.reproducible_sums else 1
+        return (
+            micro_batches * exchanges
+            + (micro_batches - n_scattered) * hidden
+            + n_scattered * scattered
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted tokens per second of all processes together."""
+        return self.settings.tokens_per_step(self.layout.replicas) / self.seconds
+
+
+def plan_for_command(settings: Settings, layout: Layout) -> CommandPlan:
+    """Return the plan of a command, for a device that need not exist on this machine.
+
+    For a card of CARDS, the default of --memory-budget is the card's whole memory, because a device
+    that is not on this machine cannot report its free memory.
+
+    Raises MiniGPTError if the flags contradict each other, or do not suit this machine, and
+    DataError if the tokenizer cannot be loaded.
+    """
+    n, named = layout.world_size, CARDS.get(settings.card or "")
+    kind, native = named.device_type if named else settings.device, None
+    if settings.device not in ("auto", kind):
+        raise MiniGPTError(
+            f"--device {settings.device}: {settings.card} is {kind}; leave --device out"
+        )
+    if named or settings.card is None and not is_available(kind):
+        device, memory = torch.device(kind), named.memory if named else None
+        budget = MemoryBudget(settings.memory_budget or memory, kind)
+        # False for GPUs before Ampere, which multiply float16 faster than bfloat16.
+        native = not named or named.flops[1] >= named.flops[2]
+    else:
+        device = choose_device(kind)
+        budget = budget_on(device, settings.memory_budget, n if device.type == "cpu" else 1, here=n)
+    if settings.card == THIS_MACHINE:
+        if device.type == "cpu" and n > 1:
+            raise MiniGPTError(
+                f"--card {THIS_MACHINE} measures one process, and {n} would share the CPU: leave "
+                "out --nproc-per-node"
+            )
+        set_matmul_precision(device, settings.tf32)
+    precision = choose_precision(settings, device, native)
+    card = card_for(settings, device) if settings.card else None
+    return CommandPlan(settings, vocab_size_of(settings), device, precision, budget, card, layout)
+
+
+# ---- advice
+
+
+def smaller_batches(settings: Settings) -> list[Change]:
+    """Return all changes that split the sequences of a step into smaller micro-batches
+    (--batch-size / n, --grad-accum-steps x n), the largest micro-batch first."""
+    size, steps = settings.batch_size, settings.grad_accum_steps
+    return [
+        {"batch_size": size // n, "grad_accum_steps": steps * n}
+        for n in range(2, size + 1)
+        if size % n == 0 and settings.can_sum(steps * n)
+    ]
+
+
+def changes_with_same_training(settings: Settings, device_type: str) -> Iterator[Change]:
+    """Yield changes that keep the training the same, the cheapest first. The first of them may
+    have no flags: then only the policy, which each change is combined with, is another one."""
+    chunked_loss = {"loss_chunks": 0} if settings.loss_chunks == 1 else {}
+    policies: list[Change] = [{}]
+    if device_type == "cuda" and not settings.recompute_plan.offload:
+        policies.append({POLICY_FLAG: OFFLOAD_POLICY})
+    for policy, batch in product(policies, [{}, *smaller_batches(settings)]):
+        yield chunked_loss | policy | batch
+
+
+def changes_of_training(settings: Settings) -> Iterator[Change]:
+    """Yield changes that change the training. None repeats the value that a flag has."""
+    moments, optimizer = {"moments_dtype": "bfloat16"}, {"optimizer": "muon"}
+    changes = [
+        *({"batch_size": batch["batch_size"]} for batch in smaller_batches(settings)),
+        *({"seq_len": settings.seq_len // n} for n in (2, 4, 8) if settings.seq_len >= n),
+        *(moments, optimizer, moments | optimizer),
+    ]
+    for change in changes:
+        if all(getattr(settings, name) != value for name, value in change.items()):
+            yield change
+
+
+def with_fitting_policy(plan: CommandPlan) -> CommandPlan | None:
+    """Return the plan with the fastest policy that fits, or None if no policy fits.
+
+    If neither `full` nor nested groups (`full/K+nested`) fit, no policy fits, because these have
+    the smallest peaks. If the policy has offload, only this policy is tried. Other policies cannot
+    be compared with it, because a predicted time does not include offload's copies.
+    """
+    if plan.settings.recompute_plan.offload:
+        return plan if plan.fits else None
+    smallest = ["full", *nested_checkpoint_policies(plan.settings.n_layers)[-1:]]
+    fits = any(plan.with_policy(name).peak <= plan.usable_bytes for name in smallest)
+    return plan.with_fastest_policy() if fits else None
+
+
+def advice(plan: CommandPlan) -> tuple[str, Change | None]:
+    """Return the cheapest change that makes a step fit, in words and as flags, with the fastest
+    policy that fits. The flags are None if the search finds none in ADVICE_OPS operators, or if the
+    state alone exceeds the budget. Then nothing is simulated, and the words name a change whose
+    state fits."""
+    settings, usable, n_ops = plan.settings, plan.usable_bytes, 0
+    if plan.state_bytes >= usable:
+        return advice_on_state(plan), None
+    changes = chain(
+        zip(changes_with_same_training(settings, plan.device.type), repeat("the same training")),
+        zip(changes_of_training(settings), repeat("another training")),
+    )
+    for change, training in changes:
+        changed = plan.with_flags(**change)
+        before = changed.planner.n_simulated_ops
+        if fits := with_fitting_policy(changed):
+            flags = {POLICY_FLAG: ""} | change | {POLICY_FLAG: fits.policy}
+            flags = {k: v for k, v in flags.items() if v != getattr(settings, k)}
+            return f"{' '.join(to_words(flags))} fits ({training})", flags
+        n_ops += changed.planner.n_simulated_ops - before
+        if n_ops > ADVICE_OPS:
+            break
+    return f"plan {OTHER_WAYS}", None
+
+
+def advice_on_state(plan: CommandPlan) -> str:
+    """Return why no step fits in less than the state, and what has less state. Whether its step
+    fits is another question to the planner."""
+    usable = plan.usable_bytes
+    changes = ((c, plan.with_flags(**c).state_bytes) for c in changes_of_training(plan.settings))
+    ways = [
+        f"{' '.join(to_words(c))} ({format_bytes(size)})" for c, size in changes if size < usable
+    ]
+    return (
+        f"weights, gradients and {optimizer_name(plan.settings)}'s state alone take "
+        f"{format_bytes(plan.state_bytes)}, more than the {format_bytes(usable)} that tensors may "
+        f"take: plan what has less state, {', or '.join([*ways, OTHER_WAYS])}"
+    )
