@@ -90,7 +90,7 @@ def parse(argv: list[str]) -> BenchmarkSettings:
         "Measure what each recompute policy costs and saves. Takes the trainers' flags. The group "
         "'running' has no effect; the group 'data' only sets the size of the vocabulary.",
     )
-    for name in typed.typed.intersection(ANSWERED):
+    for name in typed.typed.keys() & ANSWERED:
         raise MiniGPTError(
             f"{flag(name)}: leave it out; --policies names what is measured, on this machine"
         )

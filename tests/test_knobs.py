@@ -41,7 +41,7 @@ def test_a_run_names_the_question_for_plan_memory(kind, processes):
     assert command.endswith(processes) and "--resume" not in command
     asked = plan_memory.parse(command.split())
     assert asked.layout.kind == kind and asked.lr == 0.1
-    assert typed.typed - {"resume"} <= asked.typed
+    assert typed.typed.keys() - {"resume"} <= asked.typed.keys()
 
 
 # ---- a prediction

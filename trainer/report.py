@@ -26,7 +26,7 @@ from .metrics import (
     perplexity,
 )
 from .pretrained import Pretrained, SnapshotOrPretrained
-from .resume import describe_each_change, val_windows_changed
+from .resume import changes, describe_each_change
 from .run import Run
 from .settings import to_words
 from .snapshot import LoadedSnapshot, sibling_path
@@ -96,7 +96,7 @@ def resume_lines(run: Run, origin: LoadedSnapshot) -> list[str]:
         f"changed, from here on: {', '.join(changed)}" if changed else "",
         "other validation windows than before: the next validation loss counts as the lowest so "
         f"far and replaces {sibling_path(best, '.best.pt')}"
-        if val_windows_changed(saved, now)
+        if "eval_tokens" in changes(saved, now)
         else "",
     ]
     return [f"resume   {line}" for line in lines if line]
