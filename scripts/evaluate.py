@@ -38,8 +38,7 @@ from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.metrics import perplexity
 from trainer.pretrained import load_model_and_tokenizer
 from trainer.process import OneProcess
-from trainer.resume import settings_of
-from trainer.settings import Settings
+from trainer.settings import Settings, settings_of
 from trainer.snapshot import LoadedSnapshot, SaveError, State, read_snapshot
 
 

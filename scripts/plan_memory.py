@@ -48,11 +48,12 @@ from scripts.plan_table import (
     search_settings,
     with_length,
 )
+from scripts.plans import CommandPlan as Plan
+from scripts.plans import optimizer_name, plan_for_command
 from scripts.style import about, write_json
 from trainer.flags import AUTO, number_in_range, output_file
 from trainer.metrics import format_bytes
-from trainer.optimizer import optimizer_name
-from trainer.plan import POLICY_FLAG, Plan, plan_for_command
+from trainer.plan import POLICY_FLAG
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
 from trainer.settings import Settings, resolve, row

@@ -4,10 +4,9 @@ python -m scripts.plot_metrics checkpoints/*.metrics.jsonl                      
 python -m scripts.plot_metrics a.metrics.jsonl b.metrics.jsonl --out curves.svg
 
 The values of single log lines are noisy. So a long run has a thin line for all values, and a thick
-line for their moving average over a twentieth of the run. (--smooth 1: no average.) A dotted
-vertical line marks where a run was resumed. A solid vertical line marks where memory ran out and
-the run went on with another recompute policy. The legend shows each run's peak memory. The command
-needs matplotlib: pip install matplotlib
+line for their moving average over a twentieth of the run. (--smooth 1: no average.) A vertical
+line marks where memory ran out and the run went on with another recompute policy. The legend shows
+each run's peak memory. The command needs matplotlib: pip install matplotlib
 """
 
 import argparse
@@ -103,8 +102,6 @@ def draw_run(
     axis.plot(steps, values, **look, linewidth=1.5, marker=marker, label=label)
     dashed = look | {"linestyle": "--", "marker": "o", "markersize": 6, "markerfacecolor": "w"}
     axis.plot(*points(records, validation), **dashed, linewidth=1)
-    for step in points(records, "resumed_from")[1]:
-        axis.axvline(step, color=look["color"], linewidth=1, linestyle=":", zorder=1)
     for before, after in pairwise(records):
         earlier, policy = before.get("recompute"), after.get("recompute")
         if earlier and policy and earlier != policy:

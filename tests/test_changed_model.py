@@ -29,8 +29,9 @@ from memory import POLICY_NAMES
 from model import MiniGPT, MiniGPTConfig
 from planner import Layout
 from scripts import evaluate, export_hf, generate, plan_memory
+from scripts.plans import plan_for_command
 from trainer.check_model import check_model, small_model_and_batch
-from trainer.plan import plan_for_command, predict
+from trainer.plan import plan_on_this_rank
 from trainer.process import OneProcess
 from trainer.snapshot import save_snapshot
 
@@ -156,7 +157,11 @@ def test_processes_together_learn_what_one_does(names):
             [["cheap", "sdpa"], ["none"], ["qkv"], ["mlp"], ["full"], ["cheap"]],
             strict=True,
         ),
-        *(pytest.param(name, [*POLICY_NAMES, "full/2"], marks=slow) for name in FOLLOWED),
+        *(  # (the kernel turns a mask of bools into numbers itself, where no meter sees it)
+            pytest.param(name, [*POLICY_NAMES, "full/2"], marks=slow)
+            for name in FOLLOWED
+            if name != "documents"
+        ),
         *(pytest.param(name, POLICY_NAMES, marks=slow) for name in LOOPS),
     ],
 )
@@ -258,12 +263,10 @@ def test_a_snapshot_of_another_model_is_not_called_damaged(
 
 
 @pytest.mark.usefixtures("plans_memory")
-def test_a_prediction_that_fails_names_the_line(tmp_path, change, capfd):
-    """The innermost that is not torch's."""
+def test_a_prediction_that_fails_does_not_cost_the_run(tmp_path, change, capfd):
     change("asks_a_number")
     assert train_here(tmp_path / "run.pt", "--num-steps=1") == 0
-    says = r"could not be predicted \(DataDependent\w+ at model.py:\d+\)"
-    assert re.search(says, capfd.readouterr().out)
+    assert "could not be predicted: model.py cannot be planned: it" in capfd.readouterr().out
     auto = "--use-activation-checkpoint=auto", "--memory-budget=1GiB"
     planned = ["--use-toy-data", "--n-layers=1", "--d-model=16", "--n-heads=1", "--seq-len=16"]
     says = "model.py cannot be planned: it needs the value"
@@ -283,6 +286,6 @@ def test_a_plan_says_which_operators_are_others_on_the_device(change, capsys):
     words = "--use-toy-data --n-layers=1 --d-model=16 --n-heads=1 --seq-len=16 --device=cuda"
     assert plan_memory.main(words.split()) == 0
     asked = plan_for_command(parse(words), Layout())
-    _, words = predict(asked, OneProcess(torch.device("cpu")))
+    *_, words = plan_on_this_rank(asked, OneProcess(torch.device("cpu")))
     for said in (capsys.readouterr().out, words):
         assert len(re.findall("^note     rms_norm .* on cuda ", said, re.M)) == 1

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from planner import CARDS, Card, roofline, step, this_machine, timeline
 from planner.op_recorder import OpRecorder
 from planner.roofline import seconds_of_each_op
-from trainer.plan import Plan
+from scripts.plans import CommandPlan as Plan
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 aten = torch.ops.aten

@@ -16,9 +16,10 @@ from planner import Layout, StepMemory
 from planner.choose import pick_fastest_fitting_step
 from planner.record import StepRecord, group_name_and_kind, read_source_line
 from scripts import memory_page
+from scripts.plans import CommandPlan as Plan
+from scripts.plans import plan_for_command
 from scripts.style import COLORS, LEGEND, POLICIES, record_steps
 from trainer.metrics import format_bytes
-from trainer.plan import Plan, plan_for_command
 
 browser = pytest.mark.browser
 FLAGS = (

@@ -259,7 +259,7 @@ def test_which_messages_say_that_there_is_no_memory_left(message):
 
 @SIGNALS
 def test_second_ctrl_c_ends_at_once(path):
-    faults = {"script": f"{FAULTS} train_minimal", "FAULTS": "int:0:7 again:0:7"}
+    faults = {"script": f"{FAULTS} train_minimal", "FAULTS": "int:0:7 int:0:7"}
     train(path, expect=-signal.SIGINT, **faults)
     assert not path.exists()
 
@@ -373,7 +373,6 @@ def test_a_run_that_trains_nothing_is_no_success(flags, faults, says, path, caps
 def test_a_step_reads_no_number_from_a_tensor(tmp_path, monkeypatch, flags):
     """Which on a GPU would wait for all before it."""
     run = runs.ready(tmp_path, "--grad-accum-steps=2", *flags.split())
-    run.held_lock.close()
     for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "nonzero"):
         monkeypatch.setattr(torch.Tensor, name, raising(AssertionError(name)))
     for run.step in (1, 2):

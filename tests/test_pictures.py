@@ -174,12 +174,12 @@ def test_what_is_noisy_is_averaged(plt):
 
 
 def test_marks_of_a_run(plt):
-    """Where it was resumed, and where it took another policy."""
+    """Where it took another policy."""
     policies = [None, "none", "none", "cheap:7", "full"]
     records = [line(10 * i, recompute=policy) for i, policy in enumerate(policies)]
-    for axis in panels(plt, [*records, line(55, resumed_from=50)]):
+    for axis in panels(plt, records):
         upright = [one for one in axis.lines if len({*one.get_xdata()}) == 1 < len(one.get_xdata())]
-        assert [one.get_xdata()[0] for one in upright] == [50, 30, 40]
+        assert [one.get_xdata()[0] for one in upright] == [30, 40]
     assert legend(panels(plt, records)[0])[1:] == ["cheap:7 by step 30", "full by step 40"]
 
 

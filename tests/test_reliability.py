@@ -2,7 +2,7 @@
 when something goes wrong with one; and the table of docs/reliability.md.
 
 A row of the table is what the tests say that carry it; many stand elsewhere, beside what they are
-about. `python -m pytest -m reliability` runs all of them and prints the table. What is killed is
+about. `python -m pytest -m reliability` runs all of them. What is killed is
 killed on progress, never on the wall clock, or by itself, at a chosen point (harness/faults.py).
 """
 
@@ -49,8 +49,9 @@ from harness.runs import (
     wait_until,
 )
 
-from trainer.resume import load_newest, settings_of
+from trainer.resume import load_newest
 from trainer.run import Run
+from trainer.settings import settings_of
 from trainer.snapshot import sibling_path
 
 slow = pytest.mark.slow
@@ -193,24 +194,21 @@ def check_stopped(path: Path, trainer: str) -> None:
     assert trainer == "train_sp" or ends_as_whole(path)
 
 
-stopped = pytest.mark.parametrize(
-    "trainer",
+@pytest.mark.parametrize(
+    ("trainer", "when"),
     [
-        case("train_ddp", marks=row("Ctrl-C, SIGTERM, a")),
-        case("train_fsdp", marks=[row("Ctrl-C, SIGTERM, a"), slow]),
+        case("train_ddp", "term", marks=row("Ctrl-C, SIGTERM, a")),
+        case("train_ddp", "asked-in-evaluation", marks=row("Ctrl-C, SIGTERM, a")),
+        case("train_fsdp", "term", marks=[row("Ctrl-C, SIGTERM, a"), slow]),
+        case("train_fsdp", "asked-in-evaluation", marks=slow),
     ],
 )
-
-
-@stopped
-@pytest.mark.parametrize("when", ["term", "asked-in-evaluation"])
 def test_all_log_save_and_stop_after_the_same_step(path, trainer, when):
     """Whichever of them is asked to; a line is due by the clock of process 0 alone. And what is
     logged or saved takes all of them: else this hangs. An evaluation ends between two batches."""
-    asked, evaluated = f"silence:1:2 silence:0:3 {when}:1:8", when != "term"
-    flags = ("--no-amp", "--log-interval=50", f"--eval-interval={8 * evaluated}")
-    flags += ("--save-interval=5",)
-    broken_together(path, asked, *flags, script=trainer, expect=143, MINIGPT_TIMEOUT_S="60")
+    flags = f"--no-amp --log-interval=50 --eval-interval={8 * (when != 'term')} --save-interval=5"
+    asked, how = f"silence:1:2 silence:0:3 {when}:1:8", {"script": trainer, "expect": 143}
+    broken_together(path, asked, *flags.split(), **how, MINIGPT_TIMEOUT_S="60")
     assert [record["step"] for record in metrics(path)] == [3, 5, 8]
     assert (snapshot(path)["step"], snapshot(sibling_path(path, ".prev.pt"))["step"]) == (8, 5)
     check_stopped(path, trainer)

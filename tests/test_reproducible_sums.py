@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from planner import Layout
 from planner.shards import RECEIVED
+from scripts.plans import CommandPlan as Plan
 from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
-from trainer.plan import Plan
 from trainer.reproducible_sums import GradientTree, pairwise_all_reduce_hook, pairwise_sum
 
 slow = pytest.mark.slow
@@ -113,7 +113,6 @@ def test_without_the_flag_autograd_sums(tmp_path):
     """One copy of the gradients, and the same bits as before there was the flag."""
     run = ready(tmp_path, "--no-amp", "--grad-accum-steps=4")
     assert not run.gradient_tree.pending
-    run.held_lock.close()
 
 
 # ---- whole runs: 8 micro-batches a step

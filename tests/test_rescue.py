@@ -32,8 +32,8 @@ import train_minimal
 import trainer.run
 from data.errors import MiniGPTError
 from planner import Layout
-from trainer.plan import plan_for_command, plans_to_try
-from trainer.resume import settings_of
+from scripts.plans import plan_for_command
+from trainer.plan import plans_to_try
 
 slow = pytest.mark.slow
 STEP = 2  # the first that has the optimizer's state
@@ -41,7 +41,6 @@ WAYS = {
     "none": "--no-amp --grad-accum-steps=2",
     "none, in a tree": "--no-amp --grad-accum-steps=4 --reproducible-sums",
     "none, float16": "--amp-dtype=float16 --lr=1e-4",
-    "mlp, in chunks": "--no-amp --mlp-chunks=2 --seq-len=128 --max-tokens=999 --dropout=0",
     "cheap": "--no-amp --loss-chunks=1",
     "selective": "--no-amp --optimizer=muon --moments-dtype=bfloat16",
     "mlp:1,cheap": "--amp-dtype=bfloat16 --loss-chunks=3 --grad-accum-steps=2",
@@ -67,12 +66,11 @@ def places_in(operators: int, draw: random.Random, number: int) -> list[tuple[in
 @pytest.mark.usefixtures("everything_travels")
 @pytest.mark.parametrize("way", rest_slow(WAYS, lambda way: way in FAST))
 def test_wherever_forward_or_backward_run_out_the_step_ends_with_the_same_bits(
-    way, tmp_path, monkeypatch, capsys, thorough
+    way, tmp_path, capsys, thorough
 ):
     """Also if the second attempt fails, too. The first step makes nothing that all others find:
     half made, it would be found, too. (But the buffers of offload, one by one.)"""
     run, draw = runs.ready(tmp_path, *flags_of(way)), random.Random(way)
-    equal = rounded if "--mlp-chunks" in WAYS[way] else same
     first, n = operators_of_each(run, STEP)
     assert first == n or "offload" in way
     number, succeeded, step = 300 if thorough else 8, 0, repeated(run)
@@ -80,18 +78,10 @@ def test_wherever_forward_or_backward_run_out_the_step_ends_with_the_same_bits(
     for i in range(number):
         places = places_in(n, draw, 1 + (i % 4 == 3))
         rescued = step(places)
-        assert equal(whole, rescued) or len(places) == 2 and not rescued, places
+        assert same(whole, rescued) or len(places) == 2 and not rescued, places
         succeeded += bool(rescued)
-    warning = r"^warning  step 3: out of .*( predicted\)|: same results)$"
-    said = re.findall(warning, capsys.readouterr().out, re.M)
+    said = re.findall("^warning  step 3: out of .*same results$", capsys.readouterr().out, re.M)
     assert len(said) >= succeeded >= 3 * number / 4
-    assert {*said} == {" predicted)" if equal is rounded else ": same results"}
-    run.held_lock.close()
-
-
-def rounded(whole: list, rescued: list) -> bool:
-    pairs = zip(whole, rescued, strict=True)
-    return all(torch.allclose(*map(torch.as_tensor, pair), rtol=1e-3, atol=1e-5) for pair in pairs)
 
 
 POLICY = "--use-activation-checkpoint"
@@ -109,29 +99,26 @@ def test_the_run_says_it_and_goes_on_with_the_policy_that_it_took(flags, path, c
     said = capsys.readouterr().out
     (line,) = re.findall("^warning  step .*", said, re.M)
     assert f"2: out of memory with recompute none; again, and from now on, with {taken} (" in line
-    assert line.endswith(" predicted): same results")
-    assert f"; ran out 1 time: none -> {taken}" in said
-    assert [record["recompute"] for record in metrics(path)] == ["none", taken, taken]
+    assert (
+        line.endswith(" predicted): same results") and f"; ran out of it: none -> {taken}" in said
+    )
     assert train_here(path, "--resume", "--num-steps=4") == 0
-    assert metrics(path)[-1]["recompute"] == "none"
+    policies = [record["recompute"] for record in metrics(path)]
+    assert policies == ["none", taken, taken, "none"]
     ours, theirs = snapshot(path), snapshot(undisturbed(*flags))
     for part in ("model", "optimizer", "scaler"):
         assert same(ours[part], theirs[part]), part
-    assert settings_of(ours) == settings_of(theirs)
 
 
 @pytest.mark.usefixtures("plans_memory")
 @pytest.mark.parametrize(("budget", "planned"), [("300KiB", True), ("1GiB", False)])
 def test_near_its_limit_a_run_plans_before_its_first_step(budget, planned, tmp_path, monkeypatch):
     """When memory has run out, there may be none for a simulation. Far from it, there is some."""
-    auto = f"{POLICY}=auto", f"--memory-budget={budget}"
-    run = runs.ready(tmp_path, "--no-amp", *auto)
-    assert run.model.config.recompute == "none"
-    assert (len(run.plans) > 1) == planned
+    run = runs.ready(tmp_path, "--no-amp", f"{POLICY}=auto", f"--memory-budget={budget}")
+    assert run.model.config.recompute == "none" and (len(run.plans) > 1) == planned
     if planned:
         monkeypatch.setattr("trainer.plan.make_planner", raising(MemoryError()))
     assert len([*plans_to_try([run.plans[0], *(run.plans[1:] or run.plans[0].deeper())])]) > 1
-    run.held_lock.close()
 
 
 @pytest.mark.parametrize("way", ["none", "cheap", "selective"])
@@ -147,18 +134,14 @@ def test_nothing_of_the_failed_attempt_stays_alive(way, tmp_path, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr("trainer.run.switch_policy", bytes_left)
-    plan = run.plans[0]
-    run.plans = sorted([plan, plan.with_policy("full")], key=lambda plan: -plan.peak)  # (planned)
     gc.disable()
     try:
         for place in places_in(n, draw, 24):
-            with running_out(run.step, place) as (mode,):
-                with pytest.raises(MemoryError):
-                    train_minimal.train_step(run)
+            with running_out(run.step, place) as (mode,), pytest.raises(MemoryError):
+                train_minimal.train_step(run)
     finally:
         gc.enable()
     assert len(left) == 24 and max(left) <= 256
-    run.held_lock.close()
 
 
 @pytest.mark.usefixtures("plans_memory")
@@ -171,7 +154,7 @@ def test_nothing_of_the_failed_attempt_stays_alive(way, tmp_path, monkeypatch):
 )
 def test_a_step_that_is_looked_at(step, flags, backward, path, capsys):
     """Measured (the third) or profiled (the fourth): neither takes the planner's tensors, nor its
-    blocks, for those of the step; and the measured peak is that of the step that came through."""
+    blocks, for those of the step; and no peak of two attempts is printed."""
 
     def run_out_once(run) -> None:  # (by no mode: the clock has one)
         def fail(*_: object) -> None:
@@ -186,8 +169,8 @@ def test_a_step_that_is_looked_at(step, flags, backward, path, capsys):
     assert broken(path, {step: run_out_once}, *flags, "--detect-anomaly") == 0
     text = capsys.readouterr().out
     assert len(re.findall("^warning  step .*same results$", text, re.M)) == 1
-    peaks = re.search("^measured peak (.*) of tensors; predicted (.*), without", text, re.M)
-    assert peaks[1] == peaks[2]
+    peaks = re.findall("^measured peak (.*) of tensors; predicted (.*), without", text, re.M)
+    assert [measured == expected for measured, expected in peaks] == [True] * (step == 4)
     assert same(snapshot(path)["model"], snapshot(undisturbed(*flags[:3]))["model"])
     if step == 4:
         trace = path.with_name("run.trace.json").read_text()
@@ -237,21 +220,14 @@ def test_where_memory_runs_out_in_the_rescue_it_ends_as_ever(
 
 @row("memory runs out in the update")
 def test_an_update_that_runs_out_half_way_is_not_done_again(path, capsys, monkeypatch):
-    """Some weights have changed already."""
-    flags, groups = ("--no-amp", "--save-interval=1", "--num-steps=3"), []
-
-    def fails(*given: object, **more: object) -> None:
-        groups.append(fused(*given, **more))
-        if len(groups) == 3:  # the second group's, in the second step
-            monkeypatch.undo()
-            raise RuntimeError(ERROR)
-
-    fused = torch._fused_adamw_
-    monkeypatch.setattr(torch, "_fused_adamw_", fails)
-    assert train_here(path, *flags) == 4
-    assert len(groups) == 3 and snapshot(path)["step"] == 1
+    """Some weights have changed already: here those of the first group, in the second step."""
+    flags, real = ("--no-amp", "--save-interval=1", "--num-steps=3"), torch._fused_adamw_
+    ways = iter([real, real, real, raising(RuntimeError(ERROR))])
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda *given, **more: next(ways)(*given, **more))
+    assert train_here(path, *flags) == 4 and snapshot(path)["step"] == 1
     captured = capsys.readouterr()
     assert "warning  step" not in captured.out and f"recompute none; {ASK} " in captured.err
+    monkeypatch.undo()
     assert train_here(path, *flags, "--resume") == 0
     assert same(snapshot(path)["model"], snapshot(undisturbed(*flags))["model"])
 
@@ -262,17 +238,18 @@ def test_of_a_changed_model_only_what_is_exact_is_taken(path, capsys, monkeypatc
 
     def compare(model, *how: object) -> None:
         looked_at.append(model.config.recompute)
-        if model.config.recompute not in ("none", "attn"):
+        if model.config.recompute != "attn":
             raise MiniGPTError("its result differs")
         exact(model, *how)
 
     monkeypatch.setattr(trainer.run, "check_model", compare)
-    flags = "--no-amp", "--num-steps=4"
     with running_out(STEP, (50, False)):
-        assert train_here(path, *flags) == 0
+        assert train_here(path, "--no-amp", "--num-steps=4") == 0
     assert looked_at[0] == "selective:1" and looked_at[-1] == "attn"
     assert "recompute none; again, and from now on, with attn (" in capsys.readouterr().out
-    assert same(snapshot(path)["model"], snapshot(undisturbed(*flags))["model"])
+    assert same(
+        snapshot(path)["model"], snapshot(undisturbed("--no-amp", "--num-steps=4"))["model"]
+    )
 
 
 # ---- For real
@@ -306,12 +283,8 @@ def test_a_process_that_may_have_no_more(share, fault, policy, code, path):
     env = {"FAULTS": fault, "ROOM": room, "MALLOC_MMAP_THRESHOLD_": "65536"}
     flags = (*LARGE, f"{POLICY}={policy}")
     result = train(path, *flags, expect=code, script=f"{FAULTS} train_minimal", **env)
-    warning = r"^warning  step \d: .* from now on, with (\S+) .* results$"
-    taken = re.findall(warning, result.stdout, re.M)
-    assert taken
+    *_, taken = re.findall(r"^warning .* on, with (\S+) .* results$", result.stdout, re.M)
     if code:
-        (line,) = result.stderr.splitlines()
-        assert f"recompute {taken[-1]}; {ASK} " in line and f"; go on from {path}, step 1" in line
-        assert snapshot(path)["step"] == 1
+        assert f"recompute {taken}; {ASK} " in result.stderr and snapshot(path)["step"] == 1
     else:
         assert same(snapshot(path)["model"], snapshot(undisturbed(*LARGE))["model"])

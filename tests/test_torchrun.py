@@ -6,7 +6,6 @@ Those that were started differently do not train, and nothing is written. (Real 
 test_reliability.py.)
 """
 
-import os
 import shutil
 import tempfile
 import time
@@ -14,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,13 +23,12 @@ from harness.runs import TINY, metrics, parse, same, snapshot, start_together, t
 
 from data.errors import MiniGPTError
 from planner import Layout
-from train_sp import SPProcess
 from trainer.build import facts, raise_if_ranks_differ
 from trainer.device import MemoryBudget
 from trainer.plan import plan_run
 from trainer.process import OneProcess
 from trainer.snapshot import LoadedSnapshot
-from trainer.torchrun import TorchrunProcess, agree_on_key, peer_failure_message
+from trainer.torchrun import agree_on_key, peer_failure_message
 
 slow = pytest.mark.slow
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -112,7 +109,7 @@ def test_the_same_weights_have_one_validation_loss(cuts, tmp_path):
 def test_resumed_with_as_many_threads_or_with_others(tmp_path, capsys):
     path, flags = tmp_path / "run.pt", (*LARGE, "--no-amp", "--grad-accum-steps=2")
     said = torchrun(path, *flags, "--num-steps=2", **HALVES).stdout
-    assert "1 x cpu (2 threads; another number of threads rounds sums differently)" in said
+    assert "1 x cpu (2 threads), " in said
     assert "sums are rounded" not in torchrun(path, *flags, "--resume", **HALVES).stdout
     assert same(snapshot(path)["model"], snapshot(alone("--no-amp"))["model"])
     assert runs.train_here(path, *LARGE, "--resume", "--num-steps=5") == 0
@@ -198,26 +195,6 @@ def test_each_attempt_meets_under_a_name_of_its_own():
         assert len(names) == attempt
 
 
-@pytest.mark.parametrize(("device", "nccl"), [(CPU, True), (GPU, True), (GPU, False)], ids=str)
-def test_gpus_meet_by_nccl_where_there_is_one(device, nccl, monkeypatch):
-    """Each process connects its own; where two groups are used at once (train_sp.py), in the order
-    of the calls."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
-    order = Mock(side_effect=lambda *_, **__: os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"])
-    monkeypatch.setattr(dist, "init_process_group", order)
-    monkeypatch.setattr(dist, "new_group", lambda **how: how)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
-    monkeypatch.setattr(TorchrunProcess, "local_device", lambda *_: device)
-    process = SPProcess(parse())
-    process.init_process_group()
-    group = {"backend": "nccl", "timeout": process.timeout, "device_id": GPU}
-    assert process.new_nccl_group() == (group if device == GPU and nccl else None)
-    assert order.called and os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
-
-
 # ---- One is late, or gone
 
 
@@ -253,16 +230,14 @@ def test_other_data(tmp_path, monkeypatch, capsys):
     """Read by each process before they meet."""
 
     def exchange(process, mine):
-        is_data = isinstance(mine, dict) and "--train-data" in mine
-        if not is_data:
+        if not isinstance(mine, dict) or "--train-data" not in mine:
             return [mine]
         return [{"--train-data": "a book"}, mine]
 
     monkeypatch.setattr(OneProcess, "all_gather_object", exchange)
-    assert runs.train_here(tmp_path / "run.pt") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: --train-data: rank 0 has a book, rank 1 has toy data")
-    assert line.endswith("must have the same") and list(tmp_path.iterdir()) == []
+    assert runs.train_here(tmp_path / "run.pt") == 2 and not [*tmp_path.iterdir()]
+    start = "error: --train-data: rank 0 has a book, rank 1 has toy data"
+    assert capsys.readouterr().err.startswith(start)
 
 
 @pytest.mark.parametrize(("theirs", "policy"), [(1 << 30, "none"), (400_000, "selective:1,attn")])

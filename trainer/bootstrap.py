@@ -55,8 +55,7 @@ if IS_MAIN_PROGRAM:
     # stream, and with it everything that C code prints.
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # (`open` takes the lowest free number, which is this one)
-            setattr(sys, name, stream := open(os.devnull, "r" if name == "stdin" else "w"))
-            os.set_inheritable(stream.fileno(), True)  # the same for the processes that it starts
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
     # A shell may start a background process with SIGINT ignored. Then SIGINT stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, handle_sigint)

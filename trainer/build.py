@@ -3,6 +3,7 @@ Settings and weights, a Plan, the data, the model, the Run."""
 
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -31,10 +32,9 @@ from .device import (
 )
 from .flags import flag
 from .metrics import (
-    LOGGER_MODULES,
     check_logger,
     finish_wandb,
-    open_external_logger,
+    open_logger,
     open_metrics,
 )
 from .optimizer import make_optimizer
@@ -251,11 +251,7 @@ def load_data_and_plan(
     raise_if_ranks_differ(process.all_gather_object(facts(settings, process, precision, origin)))
     path, resuming = settings.checkpoint_path, isinstance(origin, LoadedSnapshot)
     process.from_rank0(lambda: check_path(path, resuming))
-    # The largest vocabulary that the run can have, without reading the data
-    known = tokenizer_of_origin(origin)
-    vocab_size = (
-        known.vocab_size if known else process.run_on_all_ranks(lambda: vocab_size_of(settings))
-    )
+    vocab_size = process.run_on_all_ranks(lambda: vocab_size_of(settings, tokenizer_of(origin)))
     with process.showing_message("predicting the memory of a step"):
         policy, plans, words = plan_run(settings, vocab_size, process, precision)
     data = process.run_on_all_ranks(lambda: find_data(settings, process, origin))
@@ -314,7 +310,7 @@ def raise_if_ranks_differ(of_each: list[dict[str, object]]) -> None:
 # ---- Parts of a run
 
 
-def tokenizer_of_origin(origin: SnapshotOrPretrained) -> Tokenizer | None:
+def tokenizer_of(origin: SnapshotOrPretrained) -> Tokenizer | None:
     """Return the tokenizer of a snapshot or of pretrained weights; None if `origin` is None. Raises
     DataError if a snapshot has none that this project knows."""
     if isinstance(origin, LoadedSnapshot):
@@ -328,16 +324,18 @@ def archive_and_open_logs(run: Run) -> None:
 
     Before this call, a new run has written none of its files except the lock.
     """
-    path = run.settings.checkpoint_path
-    if run.process.rank == 0:
-        if run.step == 0:
-            rename_older_run(path)
-        run.metric_writers.append(open_metrics(sibling_path(path, ".metrics.jsonl"), run.step))
-        if run.settings.log_to in LOGGER_MODULES:
-            log = open_external_logger(
-                run.settings, run.snapshot_metadata, run.step, run.process.print0
-            )
-            run.metric_writers.append(log)
+    settings, path, say = run.settings, run.settings.checkpoint_path, run.process.print0
+    if run.process.rank > 0:
+        return
+    if run.step == 0 and (renamed := rename_older_run(path)):
+        say(
+            f"note     the files of another run at {path} become those of {renamed}; to go on with "
+            f"that one: --resume --checkpoint-path {shlex.quote(str(renamed))}"
+        )
+    run.metric_writers.append(open_metrics(sibling_path(path, ".metrics.jsonl"), run.step))
+    if settings.log_to != "none":
+        log = open_logger(settings.log_to, path, run.snapshot_metadata, run.step, say)
+        run.metric_writers.append(log)
 
 
 def find_data(
@@ -348,7 +346,7 @@ def find_data(
     If `origin` has a tokenizer, the text is encoded with that tokenizer. Raises DataError.
     """
     flags = {name: getattr(settings, name) for name in (*names_with(Rule.DATA), "data_seed")}
-    return load_dataset(**flags, tokenizer=tokenizer_of_origin(origin), say=process.print0)
+    return load_dataset(**flags, tokenizer=tokenizer_of(origin), say=process.print0)
 
 
 def make_snapshot_metadata(

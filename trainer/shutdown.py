@@ -131,5 +131,7 @@ def resume_hint(run: Run) -> str:
     """Return a hint how to continue after `run` has stopped, which ends with a command."""
     if not run.saved_step:
         return "start again (nothing was saved yet)"
-    path = run.settings.checkpoint_path
-    return f"go on from {path}, step {run.saved_step}, with --resume: {resume_command(run)}"
+    return (
+        f"go on from {run.settings.checkpoint_path}, step {run.saved_step}, with --resume: "
+        f"{resume_command(run)}"
+    )

@@ -76,19 +76,16 @@ class TorchrunProcess(OneProcess):
 
         Raises MiniGPTError if there are more processes than GPUs, or if the device cannot be used.
         """
-        device = choose_device(name)
-        if device.type == "cuda":
-            if self.local_rank >= torch.cuda.device_count():
-                raise MiniGPTError(
-                    f"--nproc-per-node: more processes than GPUs ({torch.cuda.device_count()})"
-                )
-            device = torch.device("cuda", self.local_rank)
-            torch.cuda.set_device(device)
-        elif device.type == "mps":
-            if name == "mps":
-                raise MiniGPTError("--device mps: no backend of torch.distributed has it; use cpu")
-            device = torch.device("cpu")
-        return device
+        if name == "mps":
+            raise MiniGPTError("--device mps: no backend of torch.distributed has it; use cpu")
+        if choose_device(name).type != "cuda":
+            return torch.device("cpu")
+        if self.local_rank >= torch.cuda.device_count():
+            raise MiniGPTError(
+                f"--nproc-per-node: more processes than GPUs ({torch.cuda.device_count()})"
+            )
+        torch.cuda.set_device(self.local_rank)
+        return torch.device("cuda", self.local_rank)
 
     def init_process_group(self) -> None:
         """Connect the CPUs of all processes by gloo.

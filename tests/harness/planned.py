@@ -66,7 +66,7 @@ def make_once(settings, vocab_size, device, precision, layout, card, on_simulate
     planner = copy(
         shared(key, lambda: MAKE_PLANNER.__wrapped__(settings, vocab_size, *where, on_simulate))
     )
-    planner.on_simulate = on_simulate
+    planner.on_simulate = on_simulate or (lambda n: None)
     return planner
 
 
