@@ -49,9 +49,8 @@ from harness.runs import (
     wait_until,
 )
 
-from trainer.resume import load_newest
+from trainer.resume import load_newest, settings_of
 from trainer.run import Run
-from trainer.settings import settings_of
 from trainer.snapshot import sibling_path
 
 slow = pytest.mark.slow

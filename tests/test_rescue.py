@@ -34,6 +34,7 @@ from data.errors import MiniGPTError
 from planner import Layout
 from scripts.plans import plan_for_command
 from trainer.plan import plans_to_try
+from trainer.resume import settings_of
 
 slow = pytest.mark.slow
 STEP = 2  # the first that has the optimizer's state
@@ -108,6 +109,7 @@ def test_the_run_says_it_and_goes_on_with_the_policy_that_it_took(flags, path, c
     ours, theirs = snapshot(path), snapshot(undisturbed(*flags))
     for part in ("model", "optimizer", "scaler"):
         assert same(ours[part], theirs[part]), part
+    assert settings_of(ours) == settings_of(theirs)
 
 
 @pytest.mark.usefixtures("plans_memory")

@@ -131,7 +131,6 @@ def test_other_flags_may_be_typed_and_are_said(path, tmp_path, capsys):
     }
     groups = snapshot(path)["optimizer"]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
-    assert [r["step"] for r in metrics(path) if r.get("resumed_from") == 20] == [21]
     assert metrics(path)[-1]["val_loss"] > metrics(path)[19]["val_loss"]
     assert (tmp_path / "run.best.pt").read_bytes() == before
 

@@ -72,11 +72,10 @@ from types import FrameType  # noqa: E402
 # port. SIGKILL leaves no time to save. A save would not work anyway: it needs all processes, and
 # could wait forever for dead ones. (To save and stop, send SIGTERM to torchrun. torchrun passes
 # SIGTERM on to its processes, and leaves them 30 seconds to save.)
-PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
     import ctypes
 
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG of <sys/prctl.h>
 
 # Number of loop iterations for which an idle OpenMP thread waits for work before it sleeps. The
 # default is much larger. With the default, idle threads take the cores of a busy machine away from

@@ -51,6 +51,7 @@ from .snapshot import (
     check_path,
     check_shapes,
     claim,
+    files_of_run,
     rename_older_run,
     sibling_path,
     unused_path,
@@ -328,13 +329,15 @@ def archive_and_open_logs(run: Run) -> None:
     if run.process.rank > 0:
         return
     if run.step == 0 and (renamed := rename_older_run(path)):
+        has_snapshot = any(map(os.path.exists, files_of_run(renamed)[:3]))
+        go_on = f"; to go on with that one: --resume --checkpoint-path {shlex.quote(str(renamed))}"
         say(
-            f"note     the files of another run at {path} become those of {renamed}; to go on with "
-            f"that one: --resume --checkpoint-path {shlex.quote(str(renamed))}"
+            f"note     the files of another run at {path} become those of {renamed}"
+            + go_on * has_snapshot
         )
     run.metric_writers.append(open_metrics(sibling_path(path, ".metrics.jsonl"), run.step))
     if settings.log_to != "none":
-        log = open_logger(settings.log_to, path, run.snapshot_metadata, run.step, say)
+        log = open_logger(settings, run.snapshot_metadata, run.step, say)
         run.metric_writers.append(log)
 
 

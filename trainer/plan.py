@@ -192,21 +192,17 @@ class Plan:
                 yield plan
 
 
-def plans_to_try(plans: Iterable[P], seen: int | None = None, share: float = 1.0) -> Iterator[P]:
+def plans_to_try(plans: Iterable[P], share: float = 1.0) -> Iterator[P]:
     """Yield the plans to try after the first of `plans` did not fit, in this order.
 
     `plans`: a plan and its `deeper` plans. The limit is the peak of the first plan times `share`,
     less the margin of a MemoryBudget. The result begins with the fastest plan whose peak is within
     this limit. If no peak is within the limit, it begins with the plan that needs the least memory.
     full+offload comes last in any case. If no plan needs less memory than the first, there is none.
-
-    `seen`: measured peak of the first plan in bytes; None: not measured. If `seen` is smaller than
-    the predicted peak, the limit is computed from `seen`.
     """
     deeper = iter(plans)
     failed = next(deeper)
-    limit = share * min(failed.peak, seen or failed.peak)
-    usable = MemoryBudget(int(limit), failed.device.type).usable_bytes or 0
+    usable = MemoryBudget(int(share * failed.peak), failed.device.type).usable_bytes or 0
     too_large = []
     for plan in deeper:
         if plan.peak <= usable and plan.policy != OFFLOAD_POLICY:

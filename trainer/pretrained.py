@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from data import DataError, Tokenizer
-from data.errors import MiniGPTError
-from data.tokenizer import errors_as_data_errors, load_tokenizer
+from data.errors import MiniGPTError, errors_as_data_errors
+from data.tokenizer import load_tokenizer
 from data.tokenizer_json import check_vocabulary
 from memory import MemorySavingGPT
 from model import MiniGPT, MiniGPTConfig

@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from planner import Layout
+
 from .flags import flag
 from .optimizer import restore_optimizer
 from .process import OneProcess
-from .settings import EXCLUSIVE_FLAGS, ROWS, Rule, S, Settings, names_with, settings_of
+from .settings import EXCLUSIVE_FLAGS, ROWS, Rule, S, Settings, names_with, resolve
 from .snapshot import LoadedSnapshot, SnapshotError, State, files_of_run, read_snapshot
 
 
@@ -56,6 +58,14 @@ def with_saved_flags(settings: S, resumed: LoadedSnapshot) -> S:
     kept = {name: value for name, value in saved.items() if name not in sum(pairs, ())}
     path = settings.checkpoint_path  # this trainer's default, if it is not typed
     return type(settings).from_typed({**kept, **settings.typed}, checkpoint_path=path)
+
+
+def settings_of(state: State) -> Settings:
+    """Return the resolved settings of the run that has saved the snapshot `state`."""
+    typed = Settings.parse(state["args"], "a snapshot")
+    per_replica = typed.batch_size * typed.grad_accum_steps
+    replicas = state["data"]["sequences_per_step"] // per_replica
+    return resolve(typed, Layout("ddp", world_size=replicas))
 
 
 def check_fixed_flags(settings: Settings, replicas: int, resumed: LoadedSnapshot) -> None:

@@ -108,8 +108,8 @@ class Run:
         """
         enabled = self.precision != torch.float32
         dtype = self.precision if enabled else None  # autocast does not accept float32
-        kind = self.process.device.type
-        return torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
+        where = self.process.device.type
+        return torch.autocast(where, dtype, enabled=enabled, cache_enabled=False)
 
     def evaluation_rounds(self) -> Iterator[int]:
         """Yield the number of the first batch of each round of an evaluation. In a round each
@@ -184,45 +184,38 @@ def retry_on_out_of_memory(run: Run, accumulate: Callable[[Run], list[Tensor]]) 
         # Call these after the `except` block. Inside the block, the error's traceback would keep
         # the frames of the failed call alive, and the frames would keep all tensors of the step
         # alive.
-        seen = free_failed_attempt(run)
+        free_failed_attempt(run)
         with run.clock.paused("plan"):
-            switch_policy(run, seen)
+            switch_policy(run)
 
 
-def free_failed_attempt(run: Run) -> int | None:
-    """Free the memory of a forward or backward that failed. Return the peak of its tensors in
-    bytes, or None if it was not measured (on a CPU)."""
+def free_failed_attempt(run: Run) -> None:
+    """Free the memory of a forward or backward that failed."""
     device = run.process.device
     run.optimizer.zero_grad()
     # A backward that failed leaves tasks in autograd's queue, and the tasks keep the graph
     # alive (pytorch#82218). The next backward clears the queue. So run a tiny backward here.
     torch.zeros((), device=device, requires_grad=True).backward()
-    if device.type != "cuda":
-        return None
-    # With offload, another stream may still be copying tensors that are already freed. The
-    # allocator waits only for the compute stream before it unmaps their memory. So wait for all
-    # streams here.
-    torch.cuda.synchronize(device)
-    seen = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)  # measure the peak of the next policy from here on
-    # Return the allocator's cached segments to the GPU, because tensors of the failed attempt have
-    # split them into small pieces. The next attempt then gets whole segments.
-    torch.cuda.empty_cache()
-    return seen
+    if device.type == "cuda":
+        # With offload, another stream may still be copying tensors that are already freed. The
+        # allocator waits only for the compute stream before it unmaps their memory. So wait for
+        # all streams here.
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)  # measure the next policy from here on
+        # Return the allocator's cached segments to the GPU, because tensors of the failed attempt
+        # have split them into small pieces. The next attempt then gets whole segments.
+        torch.cuda.empty_cache()
 
 
-def switch_policy(run: Run, seen: int | None) -> None:
-    """Switch to the first deeper policy that gives the right results, and print it.
-
-    `seen`: measured peak of the failed attempt in bytes; None: not measured. Raises MemoryError if
-    no policy needs less memory, or if the memory of this model could not be predicted.
-    """
+def switch_policy(run: Run) -> None:
+    """Switch to the first deeper policy that gives the right results, and print it. Raises
+    MemoryError if no policy needs less memory, or if the memory could not be predicted."""
     failed = run.model.config
     if len(run.plans) == 0:
         raise MemoryError("no policy can be planned")
     # A run near its limit has planned all policies at its start, because a plan takes memory.
     deeper = run.plans[1:] or run.plans[0].deeper()
-    plans = [*plans_to_try([run.plans[0], *deeper], seen)]
+    plans = [*plans_to_try([run.plans[0], *deeper])]
     for plan in plans:
         run.model.config = replace(failed, recompute=plan.policy)
         # If a user changed model.py, some policies may give wrong results. For such a policy

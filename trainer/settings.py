@@ -422,14 +422,6 @@ def resolve(settings: S, layout: Layout = ONE_PROCESS, script: str = "") -> S:
     return settings
 
 
-def settings_of(state: Mapping[str, Any]) -> Settings:
-    """Return the resolved settings of the run that has saved the snapshot `state`."""
-    typed = Settings.parse(state["args"], "a snapshot")
-    per_replica = typed.batch_size * typed.grad_accum_steps
-    replicas = state["data"]["sequences_per_step"] // per_replica
-    return resolve(typed, Layout("ddp", world_size=replicas))
-
-
 def contradictions(s: Settings, layout: Layout, script: str) -> list[tuple[object, str]]:
     """Return all rules that flags can break: whether the flags `s` break the rule, and the error
     message. `layout`, `script`: as in `resolve`."""

@@ -43,12 +43,10 @@ class TorchrunProcess(OneProcess):
         Raises MiniGPTError if torchrun did not start this process, and that of `local_device`.
         """
         try:
-            rank, self.local_rank, world_size, port = (
-                int(os.environ[name])
-                for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-            )
+            names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"
+            numbers = [int(os.environ[name]) for name in names]
+            rank, self.local_rank, world_size, local_world_size, port = numbers
             address = os.environ["MASTER_ADDR"]
-            local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             self.timeout = timedelta(seconds=float(os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S)))
         except (KeyError, ValueError) as error:  # a variable is missing, or no number
             raise MiniGPTError(
