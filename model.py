@@ -114,10 +114,8 @@ class MLP(nn.Module):
 
 
 def takes_policy(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let `block(x, ..., policy=p)` return p(block, x, ...) instead of running `forward`.
-
-    A policy (memory/policies.py) runs `forward` on a View: the same block, but some of its methods
-    run in activation checkpoints. It gets all other arguments, so a new one needs no line here."""
+    """Let `block(x, ..., policy=p)` return p(block, x, ...). A policy (memory/policies.py) runs
+    `forward` on a View: the same block, but with activation checkpoints around some methods."""
 
     @wraps(forward)
     def run(block: Any, *inputs: Any, policy: Any = None, **named: Any) -> Tensor:
@@ -185,15 +183,15 @@ class MiniGPT(nn.Module):
         has_dropout = self.config.dropout > 0
         for i, (block, recompute) in enumerate(self.blocks_with_recompute()):
             layer_cache = None if kv_cache is None else kv_cache.setdefault(i, [])
-            run: Callable[..., Tensor] = block
+            call = partial(block, kv_cache=layer_cache)  # a new argument of the block goes here
             if recompute:
                 # The activation checkpoint keeps only x and, with dropout, the RNG's state.
                 # Backward runs the block again, with the same dropout masks, up to the last tensor
                 # that backward needs: mlp.c_proj's input or, with dropout, the last mask.
-                run = partial(
-                    checkpoint, block, use_reentrant=False, preserve_rng_state=has_dropout
-                )
-            x = run(x, layer_cache)  # else autograd keeps all that backward needs
+                x = checkpoint(call, x, use_reentrant=False, preserve_rng_state=has_dropout)
+            else:
+                # Autograd keeps all that backward needs, unless a policy checkpoints in the block.
+                x = call(x)
         x = self.ln_f(x)
         if labels is None:
             return F.linear(x if kv_cache is None else x[:, -1:], head_weight)
@@ -277,8 +275,8 @@ def sample_next_ids(
     """Draw one token id for each row of `logits` (B, V); return ids (B, 1).
 
     `temperature`: below 1, likely tokens become likelier; at 0 the likeliest token is chosen.
-    `top_k`: draw only from the k likeliest tokens; 0: from all. `top_p`: draw only from the smallest set of
-    likeliest tokens whose probabilities sum to p or more (Holtzman et al., 2020)."""
+    `top_k`: draw only from the k likeliest tokens (0: all). `top_p`: draw only from the smallest
+    set of likeliest tokens whose probabilities sum to p or more (Holtzman et al., 2020)."""
     if temperature < 1e-6:  # dividing by a smaller number could overflow
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature

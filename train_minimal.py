@@ -20,7 +20,7 @@ the training loop. Three objects appear in most of them:
   batches, the flags, and the present state of the training.
 - `process` is a OneProcess (trainer/process.py): everything that depends on the number of
   processes. The trainers for several devices (train_ddp.py, ...) only override its methods.
-- `clock` measures the seconds of each phase of a step, such as "forward".
+- `clock` measures the seconds of the steps, and names their phases in the trace of --profile.
 """
 
 import os
@@ -193,19 +193,18 @@ def evaluate(run: Run) -> dict[str, float | None]:
 def train(run: Run) -> dict[str, Any]:
     """Run the steps after `run.step` until the last or a signal; return the last log record."""
     settings, process, clock = run.settings, run.process, run.clock
-    with clock.paused("set up"):
-        archive_and_open_logs(run)
-        hide_bar = process.rank > 0 or not sys.stderr.isatty()
-        bar = tqdm(initial=run.step, total=settings.num_steps, unit="step", disable=hide_bar)
-        if run.step == 0 and settings.init_from is not None:  # the loss before training
-            process.print0(f"before   val {format_validation(evaluate(run))}")
-        run.model.train()
+    archive_and_open_logs(run)
+    hide_bar = process.rank > 0 or not sys.stderr.isatty()
+    bar = tqdm(initial=run.step, total=settings.num_steps, unit="step", disable=hide_bar)
+    if run.step == 0 and settings.init_from is not None:  # the loss before training
+        process.print0(f"before   val {format_validation(evaluate(run))}")
+    run.model.train()
     record: dict[str, Any] = {}
     with bar, clock, stop_signals(run):
         while run.step < settings.num_steps and not run.stop_signal:
             run.step += 1
-            losses, grad_norm = train_step(run)  # forward, backward and the update of the weights
-            clock.end_step()
+            with clock.step():
+                losses, grad_norm = train_step(run)  # forward, backward, update of the weights
             bar.update()
             record = finish_step(run, losses, grad_norm)
     return record

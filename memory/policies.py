@@ -233,18 +233,13 @@ def checkpointed_mlp(block: Any, chunk_sizes: ChunkSizesFn) -> Callable[[Tensor]
     Autocast's cache of weights must be off. Otherwise all chunks would share one low-precision copy
     of a weight, and autograd would sum their gradients in that precision.
     """
-    chunk = partial(activation_checkpoint, block.feed_forward, has_dropout=False)
-    return lambda x: map_chunks(chunk, x, chunk_sizes(x.size(1)) if chunk_sizes else [x.size(1)])
+    half = partial(activation_checkpoint, block.feed_forward, has_dropout=False)
 
+    def in_chunks(x: Tensor) -> Tensor:
+        sizes = chunk_sizes(x.size(1)) if chunk_sizes else []
+        return torch.cat([half(part) for part in x.split(sizes, 1)], 1) if sizes[1:] else half(x)
 
-def map_chunks(run: Callable[[Tensor], Tensor], x: Tensor, sizes: list[int]) -> Tensor:
-    """Apply `run` to chunks of x (B, T, C) along T; return the joined results, (B, T, C).
-
-    `sizes`: number of tokens of each chunk.
-    """
-    if len(sizes) == 1:
-        return run(x)
-    return torch.cat([run(part) for part in x.split(sizes, dim=1)], dim=1)
+    return in_chunks
 
 
 def sizes_of_chunks(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
@@ -263,17 +258,8 @@ def sizes_of_chunks(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
 
 def recompute_attention(block: Any, x: Tensor) -> Tensor:
     """Recompute the attention half. (--recompute-modules core_attn of Megatron-LM keeps qkv.)"""
-    checkpointed = partial(in_checkpoint, has_dropout=block_has_dropout(block))
-    if not torch.compiler.is_compiling():
-        return View(block, attention=checkpointed(block.attention))(x)
-    # torch.compile has no early stop. If c_proj were in the checkpoint, compiled code would repeat
-    # c_proj to recompute x2. (`attend` gets the deferred ln_1, and runs qkv itself.)
-    attend = checkpointed(
-        lambda x, *more, **named: block.attn.attend(block.attn.qkv(x), *more, **named)
-    )
-    attn = View(block.attn, qkv=lambda x: x, attend=attend)
-    half = View(block, ln_1=defer(block.ln_1), attn=attn)
-    return View(block, attention=half.attention)(x)
+    half = partial(activation_checkpoint, block.attention, has_dropout=block_has_dropout(block))
+    return View(block, attention=half)(x)
 
 
 def keep_qkv_and_attention(block: Any, x: Tensor) -> Tensor:

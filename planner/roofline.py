@@ -10,7 +10,7 @@ Left out:
 - caches: all bytes come from memory (caches would change the cost of a policy by about one
   percentage point)
 - offload's copies, which run at the same time as the computation (but may take longer than it)
-- the time of communication (`PlanRequest.communication_seconds` in trainer/plan.py adds it)
+- the time of communication (`CommandPlan.communication_seconds` in scripts/plans.py adds it)
 - all FLOPs outside of matrix products
 - the time of Python code, which is most of a small model's step on a CPU
 """

@@ -8,9 +8,10 @@ from itertools import chain, product, repeat
 from typing import Any
 
 from planner.choose import nested_checkpoint_policies
+from scripts.plans import CommandPlan as Plan
+from scripts.plans import optimizer_name
 from trainer.metrics import format_bytes
-from trainer.optimizer import optimizer_name
-from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG, Plan
+from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG
 from trainer.settings import Settings, to_words
 
 ADVICE_OPS = 20_000  # the search ends after so many simulated operators

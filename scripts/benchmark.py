@@ -37,6 +37,7 @@ from planner.op_recorder import OpRecorder
 from planner.operators import MATMUL_DTYPES, tensors_in
 from planner.timeline import bytes_by_op_and_kind, split_into_segments
 from scripts import cli_main
+from scripts.plans import CommandPlan as Plan
 from scripts.style import about, describe_about, write_json
 from train_minimal import train_step
 from trainer.clocks import StepClock
@@ -50,7 +51,7 @@ from trainer.device import (
 from trainer.flags import check_policy_string, flag, number_in_range, output_file
 from trainer.metrics import format_bytes
 from trainer.optimizer import make_optimizer
-from trainer.plan import POLICY_FLAG, Plan, card_for, vocab_size_of
+from trainer.plan import POLICY_FLAG, card_for, vocab_size_of
 from trainer.pretrained import open_init_from
 from trainer.process import OneProcess
 from trainer.report import describe_model
@@ -89,7 +90,7 @@ def parse(argv: list[str]) -> BenchmarkSettings:
         "Measure what each recompute policy costs and saves. Takes the trainers' flags. The group "
         "'running' has no effect; the group 'data' only sets the size of the vocabulary.",
     )
-    for name in typed.typed.intersection(ANSWERED):
+    for name in typed.typed.keys() & ANSWERED:
         raise MiniGPTError(
             f"{flag(name)}: leave it out; --policies names what is measured, on this machine"
         )

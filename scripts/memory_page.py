@@ -40,6 +40,8 @@ from planner.record import StepRecord, group_name_and_kind, read_source_line
 from planner.roofline import seconds_of_each_op
 from planner.timeline import phase_intervals
 from scripts import cli_main
+from scripts.plans import CommandPlan as Plan
+from scripts.plans import plan_for_command
 from scripts.style import (
     COLORS,
     FLAGS_NOTE,
@@ -50,7 +52,6 @@ from scripts.style import (
 )
 from trainer.flags import AUTO, output_file
 from trainer.metrics import format_bytes
-from trainer.plan import Plan, plan_for_command
 from trainer.pretrained import open_init_from
 from trainer.settings import Settings, resolve, row
 

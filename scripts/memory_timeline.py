@@ -24,6 +24,8 @@ from planner.record import StepRecord
 from planner.timeline import KINDS
 from scripts import cli_main
 from scripts.memory_page import along_flops
+from scripts.plans import CommandPlan as Plan
+from scripts.plans import plan_for_command
 from scripts.style import (
     COLORS,
     FLAGS_NOTE,
@@ -37,7 +39,6 @@ from scripts.style import (
 )
 from trainer.flags import check_policy_string, output_file
 from trainer.metrics import format_bytes
-from trainer.plan import Plan, plan_for_command
 from trainer.pretrained import open_init_from
 from trainer.settings import Settings, resolve, row
 

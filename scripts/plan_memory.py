@@ -48,14 +48,15 @@ from scripts.plan_table import (
     search_settings,
     with_length,
 )
+from scripts.plans import CommandPlan as Plan
+from scripts.plans import optimizer_name, plan_for_command
 from scripts.style import about, write_json
 from trainer.flags import AUTO, number_in_range, output_file
 from trainer.metrics import format_bytes
-from trainer.optimizer import optimizer_name
-from trainer.plan import POLICY_FLAG, Plan, plan_for_command
+from trainer.plan import POLICY_FLAG
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
-from trainer.settings import Settings, check_layout, resolve, row
+from trainer.settings import Settings, resolve, row
 
 PROGRESS = "{n_fmt} operators simulated [{elapsed}]"  # the total is not known in advance
 
@@ -144,10 +145,8 @@ def parse(argv: list[str]) -> PlanSettings:
 
 def make_plan(typed: PlanSettings) -> Plan:
     """Return the plan without recompute, from which all rows are made. Raises MiniGPTError."""
-    _, settings = open_init_from(typed.replace(use_activation_checkpoint="none"))
-    settings = resolve(settings, settings.layout.replicas)
-    policy = typed.use_activation_checkpoint
-    check_layout(settings.replace(**{POLICY_FLAG: policy}), settings.layout, typed.script)
+    _, settings = open_init_from(typed)
+    settings = resolve(settings, typed.layout, typed.script).replace(**{POLICY_FLAG: "none"})
     plan = plan_for_command(settings, settings.layout)
     if plan.card and plan.layout.world_size > 1 and plan.device.type == "cuda":
         plan = replace(plan, link=settings.link or default_link(plan.card))

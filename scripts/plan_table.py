@@ -19,9 +19,10 @@ from planner.choose import nested_checkpoint_policies, recomputed_flops_key, uni
 from planner.op_recorder import Storage
 from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_name_and_kind
 from scripts.advice import Change
+from scripts.plans import CommandPlan as Plan
 from trainer.flags import MAX_COUNT
 from trainer.metrics import format_bytes
-from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG, Plan
+from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG
 from trainer.settings import Settings
 
 STEP = 64  # tokens; the longest sequence is a multiple of this

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from data.errors import MiniGPTError
 from planner.choose import UNIFORM_POLICIES
 from planner.record import StepRecord
-from trainer.plan import Plan
+from scripts.plans import CommandPlan as Plan
 
 # Name of a policy in pictures and on memory_page's page -> arguments of `Planner.step`.
 POLICIES: dict[str, dict[str, Any]] = {

@@ -30,10 +30,10 @@ from scripts.plan_table import (
     search_settings,
     with_length,
 )
+from scripts.plans import CommandPlan as Plan
 from scripts.style import about, write_json
 from trainer.flags import OneLineParser, output_file
 from trainer.metrics import format_bytes
-from trainer.plan import Plan
 from trainer.settings import SHAPE_BY_MODEL
 
 Rows = list[dict[str, Any]]

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner import CARDS, Card, roofline, step, this_machine, timeline
+from planner import CARDS, Card, roofline, simulate, this_machine, timeline
 from planner.op_recorder import OpRecorder
 from planner.roofline import seconds_of_each_op
-from trainer.plan import Plan
+from scripts.plans import CommandPlan as Plan
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 aten = torch.ops.aten
@@ -143,10 +143,10 @@ def simulated_seconds(plan: Plan) -> float:
     model.config = plan.config
     with planner.fake:
         batch = torch.zeros(2, settings.batch_size, settings.seq_len, dtype=torch.int64)
-    with step.recording_simulated_ops(device_type, planner.fake) as log:
+    with simulate.recording_simulated_ops(device_type, planner.fake) as log:
         for _ in range(settings.grad_accum_steps):
             forward = partial(model, *batch)
-            step.forward_and_backward(log, forward, plan.precision, cache_enabled=False)
+            simulate.forward_and_backward(log, forward, plan.precision, cache_enabled=False)
         planner.clip_gradients([*model.parameters()], 1.0, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()

@@ -10,7 +10,6 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness.fake_cuda import CUDA, fake_cuda
 from harness.on_gpu import DEVICE, ON_GPU, SHAPE, bench_settings, pick, shortage
-from harness.runs import metrics, same, snapshot, torchrun, train, train_here
+from harness.runs import metrics, parse, same, snapshot, torchrun, train, train_here
 from harness.shortage import running_out
 from test_model import tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,9 +28,9 @@ from memory import POLICY_NAMES
 from planner import Planner
 from scripts import generate
 from scripts.benchmark import make_run, timed_step
-from trainer.clocks import PeakMemoryClock
+from scripts.plans import CommandPlan as Plan
+from trainer.clocks import make_clock
 from trainer.device import MemoryBudget, choose_precision
-from trainer.plan import Plan
 from trainer.process import OneProcess
 from trainer.reproducible_sums import pairwise_all_reduce_hook
 from trainer.run import Run
@@ -251,10 +250,12 @@ def test_a_run_mixes_no_devices_and_waits_for_no_step(flags, path, monkeypatch):
 def test_the_measured_peak_is_that_of_one_step(capsys):
     """Not of the setup, which needed more here."""
     with fake_cuda():
-        clock = PeakMemoryClock(OneProcess(CUDA), tiny(), Mock(), (2**30, 2**30))
+        model = tiny()
+        optimizer = torch.optim.SGD(model.parameters())
+        clock = make_clock(parse(), OneProcess(CUDA), model, optimizer, (2**30, 2**30))
         for _ in range(3):
-            clock.begin_phase("forward")
-            clock.end_step()
+            with clock.step():
+                clock.begin_phase("forward")
     assert "measured peak 1.0 GiB of tensors; predicted 1.0 GiB" in capsys.readouterr().out
 
 

@@ -17,7 +17,7 @@ FLOOR["data"] = FLOOR["planner"]
 # split; one of a room makes them simpler.
 ROOMS = {
     "the root": 399,
-    "memory": 527,
+    "memory": 558,
     "planner": 1_110,
     "trainer": 2_165,
     "data": 639,
@@ -31,7 +31,7 @@ FILES_IN = {"trainer": 20, "scripts": 16}
 FILES_READ = {
     "README.md": 160,
     "README.zh-CN.md": 150,
-    "model.py": 286,
+    "model.py": 292,
     "train_minimal.py": 286,
     "train_ddp.py": 115,
     "train_fsdp.py": 157,
@@ -109,7 +109,7 @@ def test_a_room_stays_small():
     assert rooms.keys() == ROOMS.keys()
     assert not {room: n - ROOMS[room] for room, n in rooms.items() if n > ROOMS[room]}
     files = Counter(map(room, FILES))
-    assert all(files[room] <= n for room, n in FILES_IN.items())
+    assert not {room: files[room] - n for room, n in FILES_IN.items() if files[room] > n}
     page = (ROOT / "scripts/page").glob("*.*")
     assert sum(lines(str(path.relative_to(ROOT))) for path in page) <= PAGE
 

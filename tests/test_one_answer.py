@@ -13,8 +13,10 @@ from planner import CARDS, Layout
 from planner.choose import uniform_policies
 from scripts import memory_page, plan_memory
 from scripts.advice import advice
+from scripts.plans import CommandPlan as Plan
+from scripts.plans import plan_for_command
 from trainer.device import MemoryBudget
-from trainer.plan import Plan, plan_for_command, plan_run
+from trainer.plan import plan_run
 from trainer.process import OneProcess
 from trainer.settings import Settings, to_words
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scripts import plan_memory
 from scripts.advice import OTHER_WAYS
 from scripts.plan_table import STEP, changes, most_that_fit, search_settings, with_length
-from trainer.plan import Plan
+from scripts.plans import CommandPlan as Plan
 from trainer.settings import to_words
 
 NONE = "--use-activation-checkpoint none"

@@ -49,7 +49,7 @@ def test_every_flag_is_there_and_no_other():
     ("text", "begin", "file"),
     [
         (README, "```python\n", "model.py"),
-        (DOCS["ladder.md"], "def cheap(block, x, *more):\n", "memory/policies.py"),
+        (DOCS["ladder.md"], "def cheap(block, x):\n", "memory/policies.py"),
     ],
 )
 def test_shown_code_is_the_code(text, begin, file):

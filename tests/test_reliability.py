@@ -49,7 +49,7 @@ from harness.runs import (
     wait_until,
 )
 
-from trainer.resume import load_newest
+from trainer.resume import load_newest, settings_of
 from trainer.run import Run
 from trainer.snapshot import sibling_path
 
@@ -146,7 +146,7 @@ def test_killed_in_a_save(path, tmp_path, trainer, call):
     """A snapshot that is overwritten in place is gone if the writer dies half-way. And what it
     writes may be gathered from all: the others must not wait for it for ever."""
     assert start(path, trainer, FAULTS=f"{call}:0:10").end().returncode != 0
-    assert load_newest(path).state["step"] == (10 if call == "fsync-of-the-folder" else 5)
+    assert load_newest(path).state["step"] == 5
     assert ends_as_whole(path)
     assert not list(tmp_path.glob(".*.tmp"))
 
@@ -174,7 +174,7 @@ def test_restarted_by_torchrun(path, trainer, fault):
     assert result.returncode == 0, result.stderr
     assert same(snapshot(path)["model"], snapshot(whole(trainer=trainer))["model"])
     assert [r["step"] for r in metrics(path)] == list(range(1, 21))
-    assert snapshot(older_runs(path)[-1])["args"]["lr"] == 0.001
+    assert settings_of(snapshot(older_runs(path)[-1])).lr == 0.001
     saved = (int(fault.split(":")[2]) - 1) // 5 * 5
     resumed = re.findall(r"^resume   .*run.pt, step (\d+)$", result.stdout, re.MULTILINE)
     assert resumed == ([str(saved)] if saved else [])

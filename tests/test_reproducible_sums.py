@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from planner import Layout
 from planner.shards import RECEIVED
+from scripts.plans import CommandPlan as Plan
 from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
-from trainer.plan import Plan
 from trainer.reproducible_sums import GradientTree, pairwise_all_reduce_hook, pairwise_sum
 
 slow = pytest.mark.slow

@@ -23,9 +23,9 @@ from memory import MemorySavingGPT, recompute_plan_of_config
 from planner import Layout, Planner
 from planner.choose import pick_fastest_fitting_step
 from planner.shards import GLOO, state_bytes
+from scripts.plans import CommandPlan as Plan
 from train_fsdp import FSDPProcess
 from trainer.optimizer import make_optimizer
-from trainer.plan import Plan
 from trainer.reproducible_sums import GradientTree
 
 pytestmark = pytest.mark.usefixtures("everything_travels")

@@ -32,7 +32,7 @@ from data.errors import MiniGPTError
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from scripts import evaluate, export_hf, generate
-from trainer.build import build_run, choose_start, consistency_facts, raise_if_ranks_differ
+from trainer.build import build_run, choose_start, facts, raise_if_ranks_differ
 from trainer.pretrained import (
     TRANSFORMERS_TO_MINIGPT,
     load_model_and_tokenizer,
@@ -41,6 +41,7 @@ from trainer.pretrained import (
     renamed_and_transposed,
 )
 from trainer.process import OneProcess
+from trainer.snapshot import save_snapshot
 
 CPU = torch.device("cpu")
 N_TOY, N_MODEL = TINY.index("--n-layers"), TINY.index("--batch-size")
@@ -142,7 +143,7 @@ def test_transformers_and_ours_find_the_same_model(run, exported, capsys):
     assert capsys.readouterr().out == tokenizer.decode(row[1:]) + "\n"
 
 
-def test_logits_loss_and_gradients_are_those_of_transformers(tmp_path):
+def test_logits_are_those_of_transformers(tmp_path):
     """Of a model that transformers has written, with an MLP of another width."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
@@ -150,31 +151,16 @@ def test_logits_loss_and_gradients_are_those_of_transformers(tmp_path):
         transformers.GPT2Config(
             **dict(n_layer=3, n_head=4, n_embd=64, n_positions=48, n_inner=100, vocab_size=257),
             **dict(embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0),
-            attn_implementation="eager",
-            activation_function="gelu_pytorch_tanh",
         )
     )
-    with torch.no_grad():
-        for parameter in theirs.parameters():  # no zero biases and unit gains, which hide mistakes
-            parameter += 0.1 * torch.randn_like(parameter)
+    for parameter in theirs.parameters():  # no zero biases and unit gains, which hide mistakes
+        parameter.data += 0.1 * torch.randn_like(parameter)
     theirs.save_pretrained(tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(TOKENIZER))
-
     ours, _ = load_model_and_tokenizer(tmp_path / "hf", CPU)
-    ids = torch.randint(0, 257, (2, 49))
-    logits = theirs(ids[:, :-1]).logits
-    assert (ours(ids[:, :-1]) - logits).abs().max() <= 1e-5 * logits.abs().max()
-    expected = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    expected.backward()
-    loss = ours.train()(ids[:, :-1], ids[:, 1:])
-    loss.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    wanted = renamed_and_transposed(
-        {name: p.grad for name, p in theirs.transformer.named_parameters()}, TRANSFORMERS_TO_MINIGPT
-    )
-    for name, parameter in ours.named_parameters():
-        error = (parameter.grad - wanted[name]).abs().max()
-        assert error <= 1e-5 * wanted[name].abs().max(), name
+    ids = torch.randint(0, 257, (2, 48))
+    logits = theirs(ids).logits
+    assert (ours(ids) - logits).abs().max() <= 1e-5 * logits.abs().max()
 
 
 def test_without_the_library_it_costs_one_line(exported, tmp_path, monkeypatch, capfd):
@@ -184,45 +170,36 @@ def test_without_the_library_it_costs_one_line(exported, tmp_path, monkeypatch, 
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_is_filled_or_has_no_file(run, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("n_bytes", [2_000, 20_000])  # of the tokenizer and of the weights
+def test_a_folder_is_filled_or_has_no_file(n_bytes, run, tmp_path, monkeypatch, capfd):
     """Wherever room ends. What it is recognized by comes last: a process may be killed between two
     files."""
-    monkeypatch.chdir(tmp_path)
     resource = pytest.importorskip("resource")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for n_bytes in (2_000, 20_000):  # of the tokenizer and of the weights
-        resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, limit[1]))
-        code = export(run, "my model")
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        line = capfd.readouterr().err
-        assert code == 3 and re.match("error: cannot save .*my model: .*File too large", line)
-        assert not any(path.is_file() for path in tmp_path.rglob("*"))
-
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, limit[1]))
+    code = export(run, tmp_path / "my model")
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert code == 3 and not any(path.is_file() for path in tmp_path.rglob("*"))
+    assert re.match("error: cannot save .*my model: .*File too large", capfd.readouterr().err)
     with patch.object(os, "replace", wraps=os.replace) as replace:
-        assert export(run, "my model") == 0
+        assert export(run, tmp_path / "my model") == 0
     moved = [call.args[1].name for call in replace.call_args_list]
-    assert set(moved) == set(os.listdir("my model")) == FILES and moved[-1] == "config.json"
+    assert set(moved) == set(os.listdir(tmp_path / "my model")) == FILES
+    assert moved[-1] == "config.json"
 
 
 # ---- Folders of others
 
 
 def test_what_older_folders_hold_besides(tmp_path):
-    """A prefix, the causal masks as tensors, the head a second time, other dtypes."""
-
-    def loaded(tensors: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        shutil.rmtree(tmp_path / "hf", ignore_errors=True)
-        return load_model_and_tokenizer(write_folder(tmp_path / "hf", tensors=tensors), CPU)[
-            0
-        ].state_dict()
-
-    plain = gpt2_tensors()
-    expected, more = loaded(plain), {"h.1.attn.masked_bias": np.array(-1e4, np.float32)}
+    """A prefix, the causal masks as tensors, the head a second time, another dtype."""
+    plain, more = gpt2_tensors(), {"h.1.attn.masked_bias": np.array(-1e4, np.float32)}
     more |= {f"h.{i}.attn.bias": np.ones((1, 1, 32, 32), np.float32) for i in range(2)}
-    prefixed = {f"transformer.{name}": array for name, array in (plain | more).items()}
-    assert same(loaded(prefixed | {"lm_head.weight": plain["wte.weight"]}), expected)
-    half = loaded({name: array.astype(np.float16) for name, array in plain.items()})
-    assert same(half, {name: weight.half().float() for name, weight in expected.items()})
+    more["lm_head.weight"] = plain["wte.weight"]
+    half = {f"transformer.{name}": array.astype(np.float16) for name, array in plain.items()}
+    folders = write_folder(tmp_path / "new", plain), write_folder(tmp_path / "old", half | more)
+    new, old = (load_model_and_tokenizer(folder, CPU)[0].state_dict() for folder in folders)
+    assert same(old, {name: weight.half().float() for name, weight in new.items()})
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')  # the rest is GPT-2's
     assert read_config(tmp_path) == MiniGPTConfig(50257, 1024, 12, 12, 768, 3072, dropout=0.0)
 
@@ -237,16 +214,15 @@ def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     assert same(run.model.state_dict(), load_model_and_tokenizer(folder, CPU)[0].state_dict())
     assert (run.step, run.settings.seq_len, run.data.tokenizer.vocab_size) == (0, 32, 257)
     assert run.model.config.dropout == 0.1 and not run.optimizer.state  # the run's own
-    assert hash(run.settings)  # as the cache of planners needs it
     assert run.settings.lr == pytest.approx(0.04 / 16)
-    assert f"weights  {folder}, as transformers writes them" in capsys.readouterr().out
+    assert f"weights  {folder}\n" in capsys.readouterr().out
 
     tensors = gpt2_tensors()
     tensors["ln_f.bias"][3] += 1e-6
     paths = (folder, folder, write_folder(tmp_path / "other", tensors))
     common = (run.settings, run.process, run.precision)
-    with pytest.raises(MiniGPTError, match="--init-from: rank 0 has .*, rank 2 has .*same w"):
-        raise_if_ranks_differ([consistency_facts(*common, open_pretrained(path)) for path in paths])
+    with pytest.raises(MiniGPTError, match="--init-from: rank 0 has .*, rank 2 has .*the same"):
+        raise_if_ranks_differ([facts(*common, open_pretrained(path)) for path in paths])
 
 
 def test_a_run_starts_from_a_snapshot(run, text, tmp_path, capsys):
@@ -267,6 +243,7 @@ def test_started_again_it_needs_no_source(folder, text, tmp_path, monkeypatch, c
     words += ["--num-steps=8", "--save-interval=2"]
     assert train(tmp_path / "whole.pt", *words) == 0
     with monkeypatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", "the job")
         patch.setattr("trainer.process.uuid.uuid4", lambda: SimpleNamespace(hex="the run"))
         assert broken(path, "error:0:6", *words, base=TINY[N_MODEL:]) is None
         shutil.rmtree(folder)
@@ -324,19 +301,16 @@ def test_every_token_once_behind_those_of_its_window(model, n, seq_len, batch_si
 
 
 def test_whatever_the_files_are(run, tmp_path, monkeypatch):
-    """Texts, documents and ids give one row of ids, and bytes are those of the text. A document
-    without text is left out."""
+    """Texts, documents and ids give one row of ids, and bytes are those of the text."""
     monkeypatch.chdir(tmp_path)
     words, texts = Tokenizer.from_state(snapshot(run)["tokenizer"]), ["für Elise", "one", "two"]
     first, *others = ([words.eot_id, *words.encode(text).tolist()] for text in texts)
-    Path("a").mkdir()
-    Path("a/a.txt").write_text("für Elise", encoding="utf-8")
-    Path("a/b.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n{"text": "two"}\n')
-    Path("b.jsonl").write_text(Path("a/b.jsonl").read_text().replace("text", "other"))
+    Path("a.txt").write_text("für Elise", encoding="utf-8")
+    Path("b.jsonl").write_text('{"other": "one"}\n\n{"other": ""}\n{"other": "two"}\n')
     np.array(sum(others, []), np.uint16).tofile("others.bin")
     np.save("all.npy", np.array(sum(others, first), np.uint64))
-    other_key = ["a/a.txt", "b.jsonl", "--text-key=other"]
-    for names in (["a"], ["a/a.txt", "others.bin"], ["all.npy"], other_key):
+    documents = ["a.txt", "b.jsonl", "--text-key=other"]
+    for names in (["a.txt", "others.bin"], ["all.npy"], documents):
         found = evaluated(run, "--val-data", *names)
         assert names[0] in found["data"] and found["tokens"] == len(sum(others, first)) - 1
         assert found["bytes"] == 16
@@ -344,15 +318,15 @@ def test_whatever_the_files_are(run, tmp_path, monkeypatch):
 
 def test_data_that_changed_or_went(run, tmp_path, capsys):
     text, path, state = tmp_path / "x.txt", tmp_path / "run.pt", snapshot(run)
-    state["args"]["train_data"] = [str(text)]
-    torch.save(state, path)
+    state["args"] += ["--train-data", str(text)]
+    save_snapshot(path, state)
     text.write_text("another text. " * 300)
     evaluated(path)
     assert "note: the run's data changed" in capsys.readouterr().out
     text.unlink()
     assert evaluate.main([str(path)]) == 2
-    line = f"error: the run's own data: --train-data {text}: no such file or folder; --val-data"
-    assert capsys.readouterr().err.startswith(line)
+    line = f"error: the run's own data: --train-data {text}: no such file or .*; --val-data names o"
+    assert re.match(line, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -368,8 +342,8 @@ def test_data_that_changed_or_went(run, tmp_path, capsys):
         (
             "pathlib.Path.write_text",
             raising(OSError(28, "No space")),
-            3,
-            "--json found.json: No space",
+            2,
+            "cannot write: No space",
         ),
     ],
 )
@@ -393,8 +367,9 @@ def test_generate_needs_the_snapshot_only(toy, tmp_path, capsys, monkeypatch):
     assert generate.main([*flags, "--prompt=3 1 2"]) == 0
     model, tokenizer = load_model_and_tokenizer(toy, CPU)
     torch.manual_seed(7)
-    start, how = torch.tensor([[0, 3, 1, 2]] * 2), {"temperature": 0.8, "top_k": 9, "top_p": 0.5}
-    samples = [tokenizer.decode(row[1:].tolist()) for row in model.generate(start, 7, **how)]
+    start, how = torch.tensor([[0, 3, 1, 2]]), {"temperature": 0.8, "top_k": 9, "top_p": 0.5}
+    rows = [model.generate(start, 7, **how)[0] for _ in range(2)]
+    samples = [tokenizer.decode(row[1:].tolist()) for row in rows]
     assert capsys.readouterr().out == generate.SEPARATOR.join(samples) + "\n"
     assert samples[0] != samples[1]
     assert generate.main([*flags, f"--prompt={'1 ' * 17}"]) == 0
@@ -402,15 +377,16 @@ def test_generate_needs_the_snapshot_only(toy, tmp_path, capsys, monkeypatch):
 
 
 class Scripted:
-    """A model that writes what it is told to: a column of ids for all samples at a time."""
+    """A model that writes what it is told to, one sample after the other."""
 
     config = MiniGPTConfig(max_position_embeddings=4)
 
     def __init__(self, *samples) -> None:
-        self.columns = iter(torch.tensor([list(sample) for sample in samples]).t())
+        self.samples = iter(samples)
 
     def stream_tokens(self, ids, max_new_tokens, **how):
-        return (column[:, None] for column in islice(self.columns, max_new_tokens))
+        self.left = iter(next(self.samples))
+        return (torch.tensor([[new_id]]) for new_id in islice(self.left, max_new_tokens))
 
 
 def written(model, *flags: str, tokenizer=BYTE) -> list[str]:
@@ -437,9 +413,9 @@ def test_a_sample_ends_at_endoftext():
     first, second, separator = [*b"ab", 256, *b"cd"], [*b"vwxyz"], generate.SEPARATOR
     flags = ["--max-new-tokens", "5", "--num-samples", "2"]
     pieces = written(Scripted(first, second), *flags)
-    assert pieces == ["a", "b", separator, "vwx", "y", "z", "\n"]
+    assert pieces == ["a", "b", separator, *"vwxyz", "\n"]
     pieces = written(Scripted(second, first), *flags, "--ignore-eot")
     assert "".join(pieces) == f"vwxyz{separator}ab<|endoftext|>cd\n"
     model = Scripted(first)
     assert "".join(written(model, "--max-new-tokens", "5")) == "ab\n"
-    assert len(list(model.columns)) == 2  # nothing is computed that nobody sees
+    assert len(list(model.left)) == 2  # nothing is computed that nobody sees

@@ -3,6 +3,7 @@ Settings and weights, a Plan, the data, the model, the Run."""
 
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from data import DataError, Dataset, MiniGPTError, Tokenizer, TrainBatches, ValBatches, load_dataset
+from data import Dataset, MiniGPTError, Tokenizer, TrainBatches, ValBatches, load_dataset
 from memory import MemorySavingGPT
 from model import MiniGPTConfig
 
@@ -31,10 +32,9 @@ from .device import (
 )
 from .flags import flag
 from .metrics import (
-    LOGGER_MODULES,
     check_logger,
     finish_wandb,
-    open_external_logger,
+    open_logger,
     open_metrics,
 )
 from .optimizer import make_optimizer
@@ -43,24 +43,22 @@ from .pretrained import Pretrained, SnapshotOrPretrained, open_init_from
 from .process import OneProcess
 from .report import describe_result, describe_run, resume_command, sample_text
 from .run import Run, make_scaler
-from .settings import ROWS, Rule, Settings, check_layout, names_with, resolve
+from .settings import ROWS, Rule, Settings, names_with, resolve
 from .shutdown import describe_error
 from .snapshot import (
     LoadedSnapshot,
-    SnapshotError,
     State,
-    check_no_path_conflict,
+    check_path,
     check_shapes,
     claim,
-    copy_as_newest_snapshot,
+    files_of_run,
     rename_older_run,
     sibling_path,
+    unused_path,
 )
 from .torchrun import print_error_once
 
 MakeProcess = Callable[[Settings], OneProcess]
-# Name, mostly a flag -> (value that must be the same on all ranks, advice if it is not)
-FactByName = dict[str, tuple[object, str]]
 
 
 def run_safely(
@@ -137,7 +135,7 @@ def choose_start(
         resumed = resume.load_newest(settings.checkpoint_path)
         settings = resume.with_saved_flags(settings, resumed)
     process = make_process(settings)
-    if resumed is None:
+    if resumed is None and "TORCHELASTIC_RUN_ID" in os.environ:
         # If torchrun has restarted this run, resume from the snapshot that the run itself has
         # saved. The weights of --init-from are not needed then, and may have been deleted.
         resumed = resume.load_own_run(settings.checkpoint_path, process.run_id)
@@ -146,8 +144,7 @@ def choose_start(
     origin: SnapshotOrPretrained = resumed
     if resumed is None:
         origin, settings = open_init_from(settings)
-    settings = resolve(settings, process.layout.replicas)
-    check_layout(settings, process.layout, process.script)
+    settings = resolve(settings, process.layout, process.script)
     if settings.mlp_chunks != 1 and not settings.recompute_plan.supports_mlp_chunks:
         process.print0(
             f"note     --mlp-chunks {settings.mlp_chunks}: --use-activation-checkpoint "
@@ -252,97 +249,74 @@ def load_data_and_plan(
     vocabulary that the text can give. Raises as `build_run`.
     """
     process.init_process_group()  # before this call the processes cannot communicate
-    raise_if_ranks_differ(
-        process.all_gather_object(consistency_facts(settings, process, precision, origin))
-    )
-    resuming, path = isinstance(origin, LoadedSnapshot), settings.checkpoint_path
-    process.from_rank0(lambda: check_no_path_conflict(path, resuming))
-    vocab_size = process.run_on_all_ranks(lambda: vocab_size_upper_bound(settings, origin))
+    raise_if_ranks_differ(process.all_gather_object(facts(settings, process, precision, origin)))
+    path, resuming = settings.checkpoint_path, isinstance(origin, LoadedSnapshot)
+    process.from_rank0(lambda: check_path(path, resuming))
+    vocab_size = process.run_on_all_ranks(lambda: vocab_size_of(settings, tokenizer_of(origin)))
     with process.showing_message("predicting the memory of a step"):
         policy, plans, words = plan_run(settings, vocab_size, process, precision)
     data = process.run_on_all_ranks(lambda: find_data(settings, process, origin))
     prints = f"{data.fingerprint[:8]} {data.tokenizer.fingerprint[:8]}"
-    hint = "all must have the same data and the same tokenizer"
-    fact = f"{data.description}, fingerprint {prints}", hint
-    raise_if_ranks_differ(process.all_gather_object({"--train-data": fact}))
+    data_facts: dict[str, object] = {"--train-data": f"{data.description}, fingerprint {prints}"}
+    raise_if_ranks_differ(process.all_gather_object(data_facts))
     # (A trained bpe has fewer ids than --vocab-size if its training text has too few pairs to
     # merge. So the model gets the vocabulary size of the tokenizer.)
     config = settings.model_config(data.tokenizer.vocab_size)
     return data, replace(config, recompute=policy), plans, words
 
 
-# ---- Check that all processes train the same model on the same data. Each process sends its facts
-# to all others. Then the facts of each rank are compared with the facts of rank 0.
-#
-# A run on several machines is started by hand on each machine, and each machine has its own command
-# line and its own disk. If one machine had another --lr, the weights of the processes would drift
-# apart without an error.
-
-
-def consistency_facts(
+def facts(
     settings: Settings,
     process: OneProcess,
     precision: torch.dtype,
     origin: SnapshotOrPretrained,
-) -> FactByName:
-    """Return all facts that must be the same in all processes, except the facts about the data."""
-    snapshot = "no snapshot to go on from"
+) -> dict[str, object]:
+    """Return what must be the same in all processes before they read the data: name, mostly a flag
+    -> value.
+
+    A run on several machines is started by hand on each machine, and each machine has its own
+    command line and its own disk. If one had another --lr, the weights of the processes would drift
+    apart without an error.
+    """
+    snapshot = None
     if isinstance(origin, LoadedSnapshot):
-        snapshot = f"step {origin.state['step']} of run {str(origin.state.get('run'))[:8]}"
+        snapshot = f"step {origin.state['step']} of run {origin.state['run'][:8]}"
     checksum = origin.weights_checksum if isinstance(origin, Pretrained) else None
-    shared_disk = "all must see the same snapshot, on a disk that they share"
-    same_install = "install the same on all machines"
-    have, same_weights = "choose one that all have", "all must start from the same weights"
     must_agree = [name for name, row in ROWS.items() if Rule.PER_RANK not in row["rules"]]
-    same_flags = "start all with the same flags"
     return {
-        "--checkpoint-path": (snapshot, shared_disk),
-        "--init-from": (f"weights of checksum {checksum}", same_weights),
-        "torch": (".".join(torch.__version__.split(".")[:2]), same_install),
-        "the trainer": (process.script, "start the same on all machines"),
-        "--device": (process.device.type, have),
-        "--amp-dtype": (str(precision).removeprefix("torch."), have),
-        **{flag(name): (getattr(settings, name), same_flags) for name in must_agree},
+        "--checkpoint-path": snapshot or "no snapshot to go on from",
+        "--init-from": f"weights of checksum {checksum}",
+        "torch": ".".join(torch.__version__.split(".")[:2]),
+        "the trainer": process.script,
+        "--device": process.device.type,
+        "--amp-dtype": str(precision).removeprefix("torch."),
+        **{flag(name): getattr(settings, name) for name in must_agree},
     }
 
 
-def raise_if_ranks_differ(of_each: list[FactByName]) -> None:
+def raise_if_ranks_differ(of_each: list[dict[str, object]]) -> None:
     """Raise MiniGPTError for the first fact that differs between processes.
 
     `of_each`: the facts of each process, in the order of the ranks.
     """
-    first, derived = of_each[0], {*map(flag, names_with(Rule.DERIVED))}
-    for name in sorted(first, key=derived.__contains__):
-        value, hint = first[name]
-        for rank, facts in enumerate(of_each):
-            if facts[name][0] != value:
-                difference = f"rank 0 has {value}, rank {rank} has {facts[name][0]}"
-                raise MiniGPTError(f"{name}: {difference}: {hint}")
+    for name, value in of_each[0].items():
+        for rank, of_rank in enumerate(of_each):
+            if of_rank[name] != value:
+                raise MiniGPTError(
+                    f"{name}: rank 0 has {value}, rank {rank} has {of_rank[name]}: all processes "
+                    "must have the same"
+                )
 
 
 # ---- Parts of a run
 
 
-def vocab_size_upper_bound(settings: Settings, origin: SnapshotOrPretrained) -> int:
-    """Return the largest vocabulary size that the run can have, without reading the data.
-
-    Raises DataError, or SnapshotError as `tokenizer_of_origin` does.
-    """
-    tokenizer = tokenizer_of_origin(origin)
-    return tokenizer.vocab_size if tokenizer else vocab_size_of(settings)
-
-
-def tokenizer_of_origin(origin: SnapshotOrPretrained) -> Tokenizer | None:
-    """Return the tokenizer of a snapshot or of pretrained weights; None if `origin` is None.
-
-    Raises SnapshotError if the snapshot contains no valid tokenizer.
-    """
-    if not isinstance(origin, LoadedSnapshot):
-        return origin.tokenizer if origin else None
-    try:
+def tokenizer_of(origin: SnapshotOrPretrained) -> Tokenizer | None:
+    """Return the tokenizer of a snapshot or of pretrained weights; None if `origin` is None. Raises
+    DataError if a snapshot has none that this project knows."""
+    if isinstance(origin, LoadedSnapshot):
         return Tokenizer.from_state(origin.state["tokenizer"])
-    except DataError as error:
-        raise SnapshotError(f"{origin.path} holds {error}") from None
+    return origin.tokenizer if origin else None
 
 
 def archive_and_open_logs(run: Run) -> None:
@@ -351,16 +325,20 @@ def archive_and_open_logs(run: Run) -> None:
 
     Before this call, a new run has written none of its files except the lock.
     """
-    path = run.settings.checkpoint_path
-    if run.process.rank == 0:
-        if run.step == 0:
-            rename_older_run(path)
-        run.metric_writers.append(open_metrics(sibling_path(path, ".metrics.jsonl"), run.step))
-        if run.settings.log_to in LOGGER_MODULES:
-            log = open_external_logger(
-                run.settings, run.snapshot_metadata, run.step, run.process.print0
-            )
-            run.metric_writers.append(log)
+    settings, path, say = run.settings, run.settings.checkpoint_path, run.process.print0
+    if run.process.rank > 0:
+        return
+    if run.step == 0 and (renamed := rename_older_run(path)):
+        has_snapshot = any(map(os.path.exists, files_of_run(renamed)[:3]))
+        go_on = f"; to go on with that one: --resume --checkpoint-path {shlex.quote(str(renamed))}"
+        say(
+            f"note     the files of another run at {path} become those of {renamed}"
+            + go_on * has_snapshot
+        )
+    run.metric_writers.append(open_metrics(sibling_path(path, ".metrics.jsonl"), run.step))
+    if settings.log_to != "none":
+        log = open_logger(settings, run.snapshot_metadata, run.step, say)
+        run.metric_writers.append(log)
 
 
 def find_data(
@@ -368,11 +346,10 @@ def find_data(
 ) -> Dataset:
     """Return the data that the flags of the group "data" describe.
 
-    If `origin` has a tokenizer, the text is encoded with that tokenizer. Raises DataError, or
-    SnapshotError as `tokenizer_of_origin` does.
+    If `origin` has a tokenizer, the text is encoded with that tokenizer. Raises DataError.
     """
     flags = {name: getattr(settings, name) for name in (*names_with(Rule.DATA), "data_seed")}
-    return load_dataset(**flags, tokenizer=tokenizer_of_origin(origin), say=process.print0)
+    return load_dataset(**flags, tokenizer=tokenizer_of(origin), say=process.print0)
 
 
 def make_snapshot_metadata(
@@ -384,18 +361,16 @@ def make_snapshot_metadata(
 ) -> State:
     """Return the part of a snapshot that identifies its run. This part has plain types only, no
     tensors."""
-    # (--profile is for one start of the run only, so --resume does not restore it.)
-    flags = {name: getattr(settings, name) for name in ROWS if name != "profile"}
-    flags["checkpoint_path"] = str(settings.checkpoint_path)
-    for name in ("train_data", "val_data"):  # absolute, because --resume may run in another folder
-        flags[name] = flags[name] and [os.path.abspath(path) for path in flags[name]]
-    flags["init_from"] = settings.init_from and os.path.abspath(settings.init_from)
+    # Absolute paths, because --resume may run in another folder.
+    paths: dict[str, Any] = {name: None for name in names_with(Rule.THIS_START)}
+    for name in ("train_data", "val_data"):
+        paths[name] = [os.path.abspath(path) for path in getattr(settings, name) or ()] or None
+    paths["init_from"] = settings.init_from and os.path.abspath(settings.init_from)
     per_step = settings.batch_size * settings.grad_accum_steps * process.layout.replicas
     return {
         "run": resumed.state["run"] if resumed else process.run_id,
         "config": asdict(config),
-        "args": flags,
-        "typed": sorted(settings.typed & flags.keys()),
+        "args": settings.words(**paths),
         "tokenizer": data.tokenizer.state(),
         # On a CPU, threads split a sum, so the number of threads decides how the sum is rounded. On
         # a GPU the number of threads has no effect.
@@ -413,11 +388,12 @@ def restored_progress(
 ) -> dict[str, Any]:
     """Return the fields of a Run that tell how far the resumed run was.
 
-    If the snapshot is not the file at --checkpoint-path, it is copied there, and becomes the newest
-    one.
+    If the snapshot is not the file at --checkpoint-path, that file could not be read. It is renamed
+    and not deleted, because perhaps only the disk had a fault, and the file is intact.
     """
-    state, step = resumed.state, resumed.state["step"]
-    if resumed.path != settings.checkpoint_path and process.rank == 0:
-        copy_as_newest_snapshot(resumed.path, settings.checkpoint_path)
-    best = math.inf if resume.val_windows_changed(state, metadata) else state["best_val_loss"]
-    return {"step": step, "saved_step": step, "best_val_loss": best}
+    state, path = resumed.state, settings.checkpoint_path
+    if process.rank == 0 and resumed.path != path and os.path.lexists(path):
+        os.replace(path, unused_path(path, ".damaged"))
+    other_windows = "eval_tokens" in resume.changes(state, metadata)
+    best = math.inf if other_windows else state["best_val_loss"]
+    return {"step": state["step"], "saved_step": state["step"], "best_val_loss": best}

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +28,6 @@ from model import DRAWN_LAYERS, MiniGPT, MiniGPTConfig
 from .process import OneProcess
 
 CPU, FLOAT32 = torch.device("cpu"), torch.float32
-GRADIENT_OF = "the gradient of "
 N_TOKENS = 8  # of a sequence of the small model
 PLAIN: dict[str, Any] = {"recompute": "none", "loss_chunks": 1, "mlp_chunks": 1}
 TensorByName = dict[str, Tensor]
@@ -59,21 +58,19 @@ def make_model_without_memory(
     """
     with EmptyOnMeta():
         model = make(config)
-    seen = set[Tensor]()
+    owner: dict[Tensor, nn.Module] = {}
     for module in model.modules():
         weights = dict(module.named_parameters(recurse=False))
         others = {name: value for name, value in vars(module).items() if torch.is_tensor(value)}
-        others |= dict(module.named_buffers(recurse=False))
-        for name, tensor in (others | weights).items():
+        for name, tensor in (others | dict(module.named_buffers(recurse=False)) | weights).items():
             if name not in weights or tensor.is_meta != isinstance(module, DRAWN_LAYERS):
                 raise MiniGPTError(
                     "model.py: a model gets its memory after it is made, so the first values of "
                     f"{name} would be lost: compute them in forward, or make a parameter with "
                     f"torch.ones, torch.zeros or torch.randn, outside of {type(module).__name__}"
                 )
-            if tensor in seen:
+            if owner.setdefault(tensor, module) is not module:
                 raise MiniGPTError(f"model.py: {name} is in two modules: share one module instead")
-            seen.add(tensor)
     return model
 
 
@@ -104,16 +101,22 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
             "model.py: MemorySavingGPT computes other results than MiniGPT ({}): for a new "
             "head_loss use --loss-chunks 1; move a change of embed to MiniGPT.forward",
             alone,
-            partial(saving, replace(config, recompute="none")),
+            saving(replace(config, recompute="none")),
         )
-        if process.layout.world_size > 1:
-            check_for_several_processes(model, process, plain, alone, reads.read)
+        decides = reads.read or alone["what Python draws next"].item() != random.Random(0).random()
+        if process.layout.world_size > 1 and decides:
+            raise MiniGPTError(
+                "model.py: forward decides by a random number or by a tensor's value, and each "
+                "process could decide otherwise: train_minimal.py can train it"
+            )
+        if process.layout.sp_degree > 1:
+            check_shared_sequence(process, plain)
         if config.mlp_chunks != 1:
             raise_if_different(
                 "--mlp-chunks: the MLP half of model.py looks at other tokens ({}): use "
                 "--mlp-chunks 1",
                 alone,
-                partial(saving, config),
+                saving(config),
             )
         if config.recompute != "none":
             step = partial(saving, device=process.device, precision=precision)
@@ -121,63 +124,28 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
                 f"--use-activation-checkpoint {config.recompute}: model.py computes other results "
                 "with this policy than without ({}); see docs/change.md, or use the policy none",
                 step(plain),
-                partial(step, replace(plain, recompute=config.recompute)),
+                step(replace(plain, recompute=config.recompute)),
                 to_the_bit=True,
             )
 
 
-def check_for_several_processes(
-    model: MiniGPT,
-    process: OneProcess,
-    plain: MiniGPTConfig,
-    alone: TensorByName,
-    reads_values: bool,
-) -> None:
-    """Raise MiniGPTError if model.py does not work with the processes of DDP, FSDP or train_sp.py.
-
-    `plain`: config of the small model. `alone`: its step without techniques, in one process.
-    `reads_values`: whether Python has read the value of a tensor in that step.
-    """
-    named, each = [*model.named_parameters()], [w for b in model.blocks for w in b.parameters()]
-    unused = [name for name, w in named if w.requires_grad and GRADIENT_OF + name not in alone]
-    scalars, sharded = [name for name, w in named if w.dim() == 0], process.layout.shard_degree > 1
-    for wrong, message in (
-        (
-            reads_values or alone["what Python draws next"].item() != random.Random(0).random(),
-            "forward decides by a random number or by a tensor's value, and each process could "
-            "decide otherwise: train_minimal.py can train it",
-        ),
-        (
-            process.layout.gradients_persist and unused,
-            f"{', '.join(unused)} gets no gradient, for which DDP would wait: remove it, or use "
-            "train_fsdp.py",
-        ),
-        (
-            sharded and len({*each}) < len(each),
-            "blocks share weights, which FSDP cannot shard: train_ddp.py",
-        ),
-        (
-            sharded and scalars,
-            f"FSDP cannot shard the number {', '.join(scalars)}: give it shape (1,)",
-        ),
-    ):
-        if wrong:
-            raise MiniGPTError(f"model.py: {message}")
-    if process.layout.sp_degree > 1:
-        n_tokens = max(plain.max_position_embeddings, process.layout.sp_degree)
-        ours = replace(plain, dropout=0.0, max_position_embeddings=n_tokens)
-
-        def mean_of_ranks() -> TensorByName:
-            """The loss is that of all ranks, and FSDP averages the gradients."""
-            ranks = process.all_gather_object(small_step(process.make_model, ours))
-            return {name: torch.stack([rank[name] for rank in ranks]).mean(0) for name in ranks[0]}
-
-        raise_if_different(
-            "model.py computes other results if processes share each sequence ({}): mix tokens "
-            "only in Attention.attend, which gets some of the heads; or use train_fsdp.py",
-            small_step(MiniGPT, ours),
-            mean_of_ranks,
-        )
+def check_shared_sequence(process: OneProcess, plain: MiniGPTConfig) -> None:
+    """Raise MiniGPTError if the processes of train_sp.py together compute other results than one
+    process. All of them must call this together. `plain`: config of the small model."""
+    n_tokens = max(plain.max_position_embeddings, process.layout.sp_degree)
+    ours = replace(plain, dropout=0.0, max_position_embeddings=n_tokens)
+    message = (
+        "model.py computes other results if processes share each sequence ({}): mix tokens only in "
+        "Attention.attend, which gets some of the heads; or use train_fsdp.py"
+    )
+    try:
+        mine = small_step(process.make_model, ours)
+    except RuntimeError as error:  # of shapes, for example of grouped heads
+        raise MiniGPTError(message.format(str(error).partition("\n")[0])) from error
+    # The loss is that of all ranks, and FSDP averages the gradients.
+    ranks = process.all_gather_object(mine)
+    mean = {name: torch.stack([rank[name] for rank in ranks]).mean(0) for name in mine}
+    raise_if_different(message, small_step(MiniGPT, ours), mean)
 
 
 class ValueReads(TorchDispatchMode):
@@ -191,26 +159,14 @@ class ValueReads(TorchDispatchMode):
 
 
 def raise_if_different(
-    message: str,
-    expected: TensorByName,
-    step: Callable[[], TensorByName],
-    to_the_bit: bool = False,
+    message: str, expected: TensorByName, found: TensorByName, to_the_bit: bool = False
 ) -> None:
-    """Raise MiniGPTError if `step` fails, or if a tensor is missing, or differs by more than the
-    rounding of float32 (`to_the_bit`: or at all).
-
-    `message`: {} stands for the error, or for the name of the first such tensor.
+    """Raise MiniGPTError if a tensor is missing in `found`, or differs by more than the rounding of
+    float32 (`to_the_bit`: or at all). `message`: {} stands for the name of the first such tensor.
     """
     largest = max(tensor.abs().max().item() for tensor in expected.values())
     close = partial(torch.allclose, rtol=1e-4, atol=1e-5 * largest)
     same = torch.equal if to_the_bit else close
-    try:
-        found = step()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a line of model.py may raise under a technique
-        why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise MiniGPTError(message.format(why)) from None
     for name in expected | found:
         if not (name in expected and name in found and same(expected[name], found[name])):
             raise MiniGPTError(message.format(f"{name} differs"))
@@ -236,7 +192,7 @@ def small_config_and_step(config: MiniGPTConfig) -> tuple[MiniGPTConfig, TensorB
     narrow = replace(few, d_model=d_model, d_ff=math.ceil(config.d_ff * d_model / config.d_model))
     try:
         return narrow, small_step(MiniGPT, replace(narrow, **PLAIN))
-    except Exception:
+    except RuntimeError:
         return few, small_step(MiniGPT, replace(few, **PLAIN))
 
 
@@ -249,7 +205,7 @@ def small_step(
     """Run forward and backward of two micro-batches of the model that `make` makes. Return the
     losses, the gradients that exist, and the random numbers that would be drawn next."""
     model, ids, labels = small_model_and_batch(make, config, device)
-    results, amp, before = TensorByName(), precision != FLOAT32, numbers_of_modules(model)
+    results, amp = TensorByName(), precision != FLOAT32
     torch.manual_seed(0)
     random.seed(0)
     for i, batch in enumerate((ids, ids.flip(0))):
@@ -257,24 +213,10 @@ def small_step(
             loss = model(batch, labels)
         loss.backward()
         results[f"loss {i}"] = loss.detach()
-    if numbers_of_modules(model) != before:
-        raise MiniGPTError(
-            "model.py: forward counts in an attribute, which no snapshot has: a resumed run, or "
-            "more processes, would train another model"
-        )
-    gradients = {GRADIENT_OF + name: weight.grad for name, weight in model.named_parameters()}
-    return {
-        **results,
-        **{name: gradient for name, gradient in gradients.items() if gradient is not None},
-        "what torch draws next": torch.rand((), device=device),
-        "what Python draws next": torch.tensor(random.random(), dtype=torch.float64),
-    }
-
-
-def numbers_of_modules(model: MiniGPT) -> list[dict[str, Any]]:
-    """Return the attributes of each module that are numbers."""
-    attributes = map(vars, model.modules())
-    return [{k: v for k, v in of_one.items() if type(v) in (int, float)} for of_one in attributes]
+    named = ((name, weight.grad) for name, weight in model.named_parameters())
+    results |= {f"the gradient of {name}": grad for name, grad in named if grad is not None}
+    results["what torch draws next"] = torch.rand((), device=device)
+    return results | {"what Python draws next": torch.tensor(random.random(), dtype=torch.float64)}
 
 
 def small_model_and_batch(

@@ -1,17 +1,14 @@
-"""Measure a run: the seconds of each phase, the peak memory of a step, and --profile N.
+"""Measure a run: the seconds of its steps, the peak memory of one step, and --profile N.
 
-The training loop tells its clock when a phase of a step begins (StepClock). A PeakMemoryClock also
-measures the peak memory of one early step, to compare it with the prediction. With --profile it
-also records N steps with torch.profiler. The trace has a named range for each phase.
+The loop tells its clock when a step begins and ends, and when a phase of the step begins. With
+--profile the trace of torch.profiler has a named range for each phase.
 """
 
 import os
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from itertools import accumulate
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch.profiler import profile, record_function, schedule
@@ -20,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from model import MiniGPT
 from planner.op_recorder import OpRecorder
 from planner.operators import tensors_in
+from planner.timeline import bytes_by_op_and_kind, split_into_segments
 
-from .device import is_compiled
 from .metrics import format_bytes
 from .process import OneProcess
 from .settings import Settings
@@ -37,190 +34,109 @@ TABLE_ROWS = 10  # number of rows in the profiler's table of operators
 
 
 class StepClock:
-    """Clock that adds up the seconds of each phase, as the CPU sees them.
+    """Clock of the training steps, as the CPU sees them.
 
-    `begin_phase(phase)` begins a phase: all time until the next call counts for that phase. The
-    time inside `with paused(phase)`, for an evaluation or a save, does not count as training time.
-
-    A GPU runs kernels asynchronously: Python starts a kernel and does not wait for its end. So on a
-    GPU the seconds of a single phase mean little. The sum of all phases is right, because reading
-    the loss waits for the GPU.
-    """
-
-    TRAINING_PHASES = ("data", "forward", "backward", "optimizer", "log")
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)  # seconds of each phase, in total
-        self.phase, self.since = "set up", time.perf_counter()
-        self.steps = 0
-        # Number of steps, and training seconds, at the last call of `end_interval`.
-        self.last_interval = 0, 0.0
-
-    def __enter__(self) -> "StepClock":
-        """Begin training."""
-        self.begin_phase("data")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.begin_phase("end")
-
-    def begin_phase(self, phase: str) -> None:
-        """End the current phase and begin `phase`."""
-        self.count_seconds()
-        self.phase = phase
-
-    def count_seconds(self) -> None:
-        """Add the seconds since the last call to those of the current phase."""
-        now = time.perf_counter()
-        self.seconds[self.phase] += now - self.since
-        self.since = now
-
-    @contextmanager
-    def paused(self, phase: str) -> Iterator[None]:
-        """Count the time in the `with` block for `phase`. Then continue the interrupted phase."""
-        interrupted = self.phase
-        self.begin_phase(phase)
-        yield
-        self.begin_phase(interrupted)
-
-    def discard_measured_memory(self) -> None:
-        """Discard the measured memory of a step that failed and will be repeated. StepClock
-        measures no memory, so it discards nothing. The seconds of the failed attempt still count.
-        """
-
-    def expect_peak(self, peak: int) -> None:
-        """Set the predicted peak memory of all later steps, in bytes. StepClock ignores it."""
-
-    def end_step(self) -> None:
-        """End a step. The time until the next step begins counts for the phase "log"."""
-        self.begin_phase("log")
-        self.steps += 1
-
-    def end_interval(self) -> float:
-        """Return the mean training seconds per step since the last call, and begin a new
-        interval."""
-        seconds = self.seconds_per_step()
-        self.last_interval = self.steps, self.training_seconds()
-        return seconds
-
-    def seconds_per_step(self) -> float:
-        """Return the mean training seconds per step since the last call of `end_interval`."""
-        steps, seconds = self.last_interval
-        return (self.training_seconds() - seconds) / (self.steps - steps)
-
-    def training_seconds(self) -> float:
-        """Return the seconds of all training phases so far."""
-        self.count_seconds()
-        return sum(self.seconds[phase] for phase in self.TRAINING_PHASES)
-
-
-class PeakMemoryClock(StepClock):
-    """Clock that measures the peak memory of step MEASURED_STEP and prints it next to the
-    prediction.
-
-    On a GPU the peak comes from torch's allocator. On a CPU the planner's recorder counts the
-    storages of the real step, as it counted those of the simulated one. On other devices nothing is
-    measured. (On a GPU the peaks in later log lines are those since step MEASURED_STEP, too,
-    because the allocator has one peak.)
+    The time inside `with paused(phase)`, for an evaluation or a save, is no training time. A GPU
+    runs kernels asynchronously, so the seconds of a single step mean little there. The sum over
+    steps is right when the loss has been read, because reading it waits for the GPU.
     """
 
     def __init__(
         self,
-        process: OneProcess,
-        model: MiniGPT,
-        optimizer: torch.optim.Optimizer,
-        predicted: tuple[int, int] | None,
-    ):
-        """Make the clock. It measures nothing before step MEASURED_STEP.
+        measure: Callable[["StepClock"], AbstractContextManager[None]] | None = None,
+        predicted: tuple[int, int] | None = None,
+        profiler: profile | None = None,
+    ) -> None:
+        """Make a clock.
 
-        `predicted`: peak bytes of a step, and of a step without recompute. None: both are unknown,
-        and the clock prints nothing.
+        `measure(clock)`: context of step MEASURED_STEP (`measuring_peak`); None: it is not
+        measured. `predicted`: peak bytes of a step, and of a step without recompute; None: unknown.
         """
-        super().__init__()
-        self.process, self.model, self.optimizer = process, model, optimizer
-        self.predicted, self.recorder = predicted, OpRecorder()
-        self.recording = ExitStack()
-        self.profiler: profile | None = None  # of --profile
+        self.measure, self.predicted, self.profiler = measure, predicted, profiler
+        self.start, self.paused_seconds = time.perf_counter(), 0.0
+        self.steps, self.last_interval = 0, (0, 0.0)  # (steps, training seconds) at its end
         self.phase_range = ExitStack()  # the current phase's range in the trace
 
-    def __enter__(self) -> StepClock:
+    def __enter__(self) -> "StepClock":
+        """Begin training."""
+        self.start, self.paused_seconds = time.perf_counter(), 0.0
         if self.profiler:
             self.profiler.start()
-        return super().__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.profiler:
+            self.profiler.stop()  # prints the table if the profiler is recording
 
     def begin_phase(self, phase: str) -> None:
-        super().begin_phase(phase)
+        """End the current phase of the step and begin `phase`."""
         if self.profiler:
             self.phase_range.close()
             self.phase_range.enter_context(record_function(phase))
-        starts = phase == "data" and self.steps == MEASURED_STEP - 1 and not self.recorder.storages
-        # Do not measure compiled blocks: a TorchDispatchMode would make them run eagerly. Do not
-        # measure a sharded model: the mode does not see how shards are gathered.
-        on_cpu, unsharded = self.process.device.type == "cpu", self.process.layout.shard_degree == 1
-        if starts and self.predicted and on_cpu and unsharded and not is_compiled(self.model):
-            weights = [*self.model.parameters()]
-            state = [weight.grad for weight in weights], [*self.optimizer.state.values()]
-            for tensor in tensors_in(tree_leaves([weights, state])):
-                self.recorder.add_storage(tensor)
-            self.recording.enter_context(self.recorder)
 
-    def discard_measured_memory(self) -> None:
-        self.recording.close()
-        self.recorder = OpRecorder()
-
-    def expect_peak(self, peak: int) -> None:
-        self.predicted = self.predicted and (peak, self.predicted[1])
-
-    def end_step(self) -> None:
-        super().end_step()
-        self.recording.close()
-        device = self.process.device
-        if self.steps == MEASURED_STEP - 1 and device.type == "cuda":
-            # The allocator's peak is that since the process started, or since this call.
-            torch.cuda.reset_peak_memory_stats(device)
-        if self.steps == MEASURED_STEP and self.predicted:
-            self.print_peak(self.predicted)
-            self.discard_measured_memory()  # the record of a large step takes memory, too
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Context of a training step."""
+        measure = self.measure if self.steps == MEASURED_STEP - 1 else None
+        with measure(self) if measure else nullcontext(), self.phase_range:
+            yield
+        self.steps += 1
         if self.profiler:
             with self.paused("profile"):
                 self.profiler.step()
 
-    def print_peak(self, predicted: tuple[int, int]) -> None:
-        """Print the measured peak, if one was measured."""
-        if self.process.device.type == "cuda":
-            # Use the bytes that tensors requested. The allocated bytes are some percent more,
-            # because the allocator rounds up the size of each tensor.
-            stats = torch.cuda.memory_stats(self.process.device)
-            peak = stats.get("requested_bytes.all.peak", 0)
-        else:
-            peak = peak_of(self.recorder)
+    @contextmanager
+    def paused(self, phase: str) -> Iterator[None]:
+        """Context whose time does not count as training time."""
+        begun = time.perf_counter()
+        with record_function(phase):
+            yield
+        self.paused_seconds += time.perf_counter() - begun
+
+    def training_seconds(self) -> float:
+        """Return the seconds of training so far."""
+        return time.perf_counter() - self.start - self.paused_seconds
+
+    def end_interval(self) -> float:
+        """Return the mean training seconds per step since the last call."""
+        steps, seconds = self.last_interval
+        self.last_interval = self.steps, self.training_seconds()
+        return (self.last_interval[1] - seconds) / (self.steps - steps)
+
+
+@contextmanager
+def measuring_peak(
+    clock: StepClock, process: OneProcess, model: MiniGPT, optimizer: torch.optim.Optimizer
+) -> Iterator[None]:
+    """Context of a step whose peak memory is measured, and printed beside the prediction.
+
+    On a GPU the peak comes from torch's allocator. (It has one peak: those in later log lines are
+    since this step, too.) On a CPU the planner's recorder counts the storages of the real step, as
+    it counted those of the simulated one. If memory runs out in the step, the peak is that of two
+    attempts, and is not printed.
+    """
+    predicted, recorder, on_gpu = clock.predicted, OpRecorder(), process.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(process.device)
+    weights = [*model.parameters()]
+    state = weights, [weight.grad for weight in weights], [*optimizer.state.values()]
+    for tensor in tensors_in(tree_leaves(state)):
+        recorder.add_storage(tensor)
+    with nullcontext() if on_gpu else recorder:
+        yield
+    if on_gpu:
+        # Use the bytes that tensors requested. The allocated bytes are some percent more, because
+        # the allocator rounds up the size of each tensor.
+        peak = torch.cuda.memory_stats(process.device)["requested_bytes.all.peak"]
+    else:
+        peak = bytes_by_op_and_kind(split_into_segments(recorder)).sum(axis=1).max()
+    if predicted and predicted == clock.predicted:
         step, plain = map(format_bytes, predicted)
         without = f", without recompute {plain}" if step != plain else ""
-        if peak:
-            self.process.print0(
-                f"measured peak {format_bytes(peak)} of tensors; predicted {step}{without}"
-            )
-
-    def __exit__(self, *exception: object) -> None:
-        self.recording.close()  # the recorder is still active if the measured step failed
-        super().__exit__(*exception)
-        if self.profiler:
-            self.phase_range.close()
-            self.profiler.stop()  # prints the table if the profiler is recording
-            if self.steps < STEPS_BEFORE_PROFILE:
-                self.process.print0("profile  nothing was recorded: the run ended too early")
+        process.print0(f"measured peak {format_bytes(peak)} of tensors; predicted {step}{without}")
 
 
-def peak_of(recorder: OpRecorder) -> int:
-    """Return the most bytes that the recorded storages had together, after any operator."""
-    changes = Counter[float]()
-    for storage in recorder.storages:
-        changes[storage.born] += storage.nbytes
-        changes[storage.died + 1] -= storage.nbytes
-    return max(accumulate(changes[n] for n in range(recorder.n_ops + 1)))
-
-
-def make_profiler(settings: Settings, clock: PeakMemoryClock) -> profile:
+def make_profiler(settings: Settings, process: OneProcess) -> profile:
     """Return a profiler that records `settings.profile` steps, after STEPS_BEFORE_PROFILE steps.
 
     Then it prints a table of the operators with the longest self time, which is their time without
@@ -228,16 +144,15 @@ def make_profiler(settings: Settings, clock: PeakMemoryClock) -> profile:
     sorted by the self time on the GPU, and it also lists kernels.
     """
     path = sibling_path(settings.checkpoint_path, ".trace.json")
+    processor = "device" if process.device.type == "cuda" else "cpu"
 
     def report(profiler: profile) -> None:
         rows = profiler.key_averages()
         operators = type(rows)(row for row in rows if not row.is_user_annotation)
-        processor = "device" if any(row.self_device_time_total for row in rows) else "cpu"
         table = operators.table(sort_by=f"self_{processor}_time_total", row_limit=TABLE_ROWS)
         profiler.export_chrome_trace(str(path))
-        clock.process.print0(
-            f"profile  {clock.steps - STEPS_BEFORE_PROFILE} of {settings.profile} steps, by "
-            f"operators' own time:\n{table}\n"
+        process.print0(
+            f"profile  by operators' own time:\n{table}\n"
             f"profile  {path}: open it in https://ui.perfetto.dev or chrome://tracing"
         )
 
@@ -249,15 +164,22 @@ def make_profiler(settings: Settings, clock: PeakMemoryClock) -> profile:
     return profile(schedule=when, on_trace_ready=report, acc_events=True)
 
 
-def make_clock(settings: Settings, process: OneProcess, *measured: Any) -> StepClock:
-    """Return the clock of a run: on rank 0 a PeakMemoryClock, on all other ranks a StepClock.
+def make_clock(
+    settings: Settings,
+    process: OneProcess,
+    model: MiniGPT,
+    optimizer: torch.optim.Optimizer,
+    predicted: tuple[int, int] | None,
+) -> StepClock:
+    """Return the clock of a run. On rank 0 it measures the peak and profiles.
 
-    `measured`: model, optimizer and predicted peaks, which are the arguments of PeakMemoryClock
-    after `process`.
+    Compiled blocks are not measured on a CPU, where a TorchDispatchMode would make them run
+    eagerly, nor are sharded models, because the mode does not see how shards are gathered.
     """
     if process.rank > 0:
         return StepClock()
-    clock = PeakMemoryClock(process, *measured)
-    if settings.profile:
-        clock.profiler = make_profiler(settings, clock)
-    return clock
+    on_cpu = not settings.compile and process.layout.shard_degree == 1
+    seen = {"cpu": on_cpu, "cuda": True}.get(process.device.type, False)
+    measure = partial(measuring_peak, process=process, model=model, optimizer=optimizer)
+    profiler = make_profiler(settings, process) if settings.profile else None
+    return StepClock(measure if seen and predicted else None, predicted, profiler)

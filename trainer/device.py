@@ -11,7 +11,6 @@ from torch.nn.attention import SDPBackend
 
 from data.errors import MiniGPTError
 from memory import MemorySavingGPT
-from model import MiniGPT
 
 from .metrics import format_bytes
 from .settings import Settings
@@ -148,11 +147,6 @@ def check_compiler(device: torch.device) -> None:
         ) from None
 
 
-def is_compiled(model: MiniGPT) -> bool:
-    """Return True if any block of the model is compiled."""
-    return any(block._compiled_call_impl is not None for block in model.blocks)
-
-
 # ---- memory
 
 
@@ -183,10 +177,9 @@ def free_and_total_memory(
         folder = f"{root}/sys/fs/cgroup/{name}"
         limit = read_or_empty(f"{folder}/memory.max").strip()
         if limit.isdigit():  # (not "max")
-            used = int(read_or_empty(f"{folder}/memory.current") or 0)
             cached = read_numbers(f"{folder}/memory.stat").get("inactive_file", 0)
-            free = min(free, max(0, int(limit) - used + cached))
-            total = min(total, int(limit))
+            used = int(read_or_empty(f"{folder}/memory.current") or 0) - cached
+            free, total = min(free, max(0, int(limit) - used)), min(total, int(limit))
     return free, total
 
 
@@ -216,27 +209,28 @@ class MemoryBudget:
     host_usable_bytes: int | None = None
 
     @property
-    def margin(self) -> tuple[float, str]:
-        """Bytes of the total that tensors may not use, and the same in words.
+    def margin(self) -> int:
+        """Bytes of the total that tensors may not use.
 
         The margin is a tenth of the total. On a GPU it is at least 1 GiB, but a quarter of a total
         below 4 GiB. An allocator cannot use every gap between tensors. A GPU's memory also holds
         the driver's context of some hundred MiB, the code of kernels, and NCCL's buffers.
         """
         total = self.limit_bytes or 0
-        if self.device_type == "cuda" and total < 10 * GIB:
-            return (total / 4, "a quarter") if total < 4 * GIB else (GIB, "1 GiB")
-        return 0.1 * total, "a tenth"
+        least = min(total // 4, GIB) if self.device_type == "cuda" else 0
+        return max(total // 10, least)
 
     @property
     def usable_bytes(self) -> int | None:
         """Bytes that tensors may use: the total minus the margin; None: unknown."""
-        return None if self.limit_bytes is None else int(self.limit_bytes - self.margin[0])
+        return None if self.limit_bytes is None else self.limit_bytes - self.margin
 
     def __str__(self) -> str:
-        """Return the usable bytes as text: "54.0 MiB (60.0 MiB less a margin of a tenth)"."""
-        total = format_bytes(self.limit_bytes or 0) + (" free," if self.is_free else "")
-        return f"{format_bytes(self.usable_bytes or 0)} ({total} less a margin of {self.margin[1]})"
+        """Return the usable bytes as text: "54.0 MiB (60.0 MiB less a margin of 6.0 MiB)"."""
+        usable, total, margin = map(
+            format_bytes, (self.usable_bytes or 0, self.limit_bytes or 0, self.margin)
+        )
+        return f"{usable} ({total}{' free,' * self.is_free} less a margin of {margin})"
 
 
 def budget_on(
@@ -253,8 +247,7 @@ def budget_on(
         processes: number of processes that share the device's free memory.
         here: number of processes on this machine. They share the CPU memory.
     """
-    on_cpu = device.type == "cpu"
-    host_bytes = None if on_cpu else budget_on(torch.device("cpu"), None, here).usable_bytes
+    host = None if device.type == "cpu" else budget_on(torch.device("cpu"), None, here).usable_bytes
     free = free_and_total_memory(device)[0] if budget is None else None
     limit = budget if free is None else free // processes
-    return MemoryBudget(limit, device.type, is_free=free is not None, host_usable_bytes=host_bytes)
+    return MemoryBudget(limit, device.type, is_free=free is not None, host_usable_bytes=host)

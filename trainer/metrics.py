@@ -5,8 +5,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,34 +28,22 @@ def perplexity(loss: float) -> float:
 def peak_memory_fields(device: torch.device) -> dict[str, Any]:
     """Return the peak memory of this process so far, as fields of a log record.
 
-        peak_memory_kind: "cuda" for a GPU, else "rss".
-        peak_memory_bytes: peak in bytes. For "cuda" it is the memory of tensors, as PyTorch's
-            allocator counts it. For "rss" it is the resident memory of the whole process, with
-            Python and libraries (None if the system does not report it).
-
-    For "cuda" there are three more fields:
-
-        peak_memory_share: peak_memory_bytes as a share of the GPU's memory, 0 to 1.
-        peak_active_bytes: peak of tensors plus freed memory that another stream may still use.
-        peak_reserved_bytes: peak of all memory that the allocator has reserved.
+    peak_memory_kind: "cuda" for a GPU, else "rss".
+    peak_memory_bytes: peak in bytes. For "cuda" it is the memory of tensors, as PyTorch's
+        allocator counts it. For "rss" it is the resident memory of the whole process, with
+        Python and libraries (None on Windows).
+    peak_memory_share: only for "cuda": the peak as a share of the GPU's memory, 0 to 1.
     """
     if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
-        peak = stats.get("allocated_bytes.all.peak", 0)
-        return {
-            "peak_memory_bytes": peak,
-            "peak_memory_share": peak / torch.cuda.get_device_properties(device).total_memory,
-            "peak_active_bytes": stats.get("active_bytes.all.peak", 0),
-            "peak_reserved_bytes": stats.get("reserved_bytes.all.peak", 0),
-            "peak_memory_kind": "cuda",
-        }
-    try:
-        import resource
+        peak = torch.cuda.max_memory_allocated(device)
+        share = peak / torch.cuda.get_device_properties(device).total_memory
+        return {"peak_memory_bytes": peak, "peak_memory_share": share, "peak_memory_kind": "cuda"}
+    if sys.platform == "win32":
+        return {"peak_memory_bytes": None, "peak_memory_kind": "rss"}
+    import resource  # Windows has none
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak *= 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
-    except ImportError:  # Windows has no `resource`
-        peak = None
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+    peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"peak_memory_bytes": peak, "peak_memory_kind": "rss"}
 
 
@@ -63,18 +51,17 @@ def peak_memory_fields(device: torch.device) -> dict[str, Any]:
 
 LogRecord = dict[str, Any]
 Write = Callable[[LogRecord], object]
+Say = Callable[[str], None]  # prints a line
 
 
 def open_metrics(path: Path, resumed_step: int) -> Write:
     """Return the writer of metrics.jsonl. The file has one JSON object per line. The writer passes
     each line to the operating system before it returns.
 
-    A new run (`resumed_step` 0) begins a new file. A resumed run continues the file. First the run
-    drops the lines of steps after `resumed_step`, because those steps will be repeated. The first
-    new line gets the field `resumed_from`. Both this function and the writer raise SaveError if
-    they cannot write.
+    A new run (`resumed_step` 0) begins a new file. A resumed run drops the lines of steps after
+    `resumed_step`, because those steps will be repeated, and continues the file. Both this function
+    and the writer raise SaveError if they cannot write.
     """
-    resume_note = {"resumed_from": resumed_step} if resumed_step else {}
     records = read_metrics(path) if resumed_step and path.exists() else []
     kept = [r for r in records if r.get("step", math.inf) <= resumed_step]
     text = "".join(json.dumps(r) + "\n" for r in kept)
@@ -85,9 +72,8 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
         # JSON has no NaN and no infinity. Write null instead, which every JSON reader accepts.
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in (record | resume_note).items()
+            for key, value in record.items()
         }
-        resume_note.clear()
         line = json.dumps(finite) + "\n"
         try:
             with path.open("a", encoding="utf-8") as file:
@@ -110,20 +96,12 @@ def read_metrics(path: Path) -> list[LogRecord]:
 
 # ---- --log-to
 
-# Value of --log-to -> module.
-LOGGER_MODULES = {
-    "tensorboard": "torch.utils.tensorboard",
-    "wandb": "wandb",
-}
-Say = Callable[[str], None]
-# Function that logs the numbers of a step. Its arguments are a dict, name -> number, and the step.
-LogNumbers = Callable[[dict[str, float], int], object]
+# Value of --log-to -> module
+LOGGER_MODULES = {"none": "math", "tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
 def check_logger(name: str) -> None:
     """Raise MiniGPTError if the module that --log-to `name` needs cannot be imported."""
-    if name not in LOGGER_MODULES:
-        return
     try:
         import_module(LOGGER_MODULES[name])
     except ImportError as error:
@@ -132,90 +110,85 @@ def check_logger(name: str) -> None:
         ) from None
 
 
-def open_tensorboard(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
-    """Open a TensorBoard log in the folder `RUN.tensorboard` beside the snapshot. Return the
-    function that logs numbers. `step`: the last step that is done."""
+@contextmanager
+def logger_errors(name: str) -> Iterator[None]:
+    """Turn an error of the logger --log-to `name` (network, disk, service) into a SaveError."""
+    try:
+        yield
+    except (OSError, getattr(sys.modules.get("wandb"), "Error", OSError)) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        hint = "try again, or leave it out with --log-to none"
+        raise SaveError(f"--log-to {name}: {reason}; {hint}", exit_code=3) from None
+
+
+def open_tensorboard(settings: Settings, identity: State, step: int, say: Say) -> Write:
+    """Return the writer of a TensorBoard log in the folder `RUN.tensorboard` beside the snapshot.
+
+    `step`: the last step that is done. Later ones are purged, because they will be repeated.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
-    folder = sibling_path(path, ".tensorboard")
-    # An earlier process of this run may have logged later steps. Purge them, because these steps
-    # will be repeated.
-    writer = SummaryWriter(str(folder), purge_step=step + 1)
-    say(f"log      {folder}: tensorboard --logdir {path.parent} shows it")
+    folder = sibling_path(settings.checkpoint_path, ".tensorboard")
+    log = SummaryWriter(str(folder), purge_step=step + 1)
+    say(f"log      {folder}: tensorboard --logdir {folder.parent} shows it")
 
-    def log(numbers: dict[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step)
-        # Without `flush`, the writer writes only every two minutes if TensorFlow is installed.
-        writer.flush()
+    def write(record: LogRecord) -> None:
+        for name, value in finite_numbers(record).items():
+            log.add_scalar(name, value, record["step"])
+        log.flush()  # else it writes only every two minutes if TensorFlow is installed
 
-    return log
+    return write
 
 
-def open_wandb(path: Path, identity: State, step: int, say: Say) -> LogNumbers:
-    """Open a log at Weights & Biases (wandb), and return the function that logs numbers. With
-    WANDB_MODE=offline, wandb writes to a folder `wandb` beside the snapshot, for a later upload.
+def open_wandb(settings: Settings, identity: State, step: int, say: Say) -> Write:
+    """Return the writer of a log at Weights & Biases. With WANDB_MODE=offline, wandb writes to a
+    folder `wandb` beside the snapshot, for a later upload.
 
     All processes that resume a run use the run's id, so wandb shows them as one run. (If a step is
     repeated, wandb keeps its first record.) `finish_wandb` ends the log.
     """
     import wandb
 
+    path = settings.checkpoint_path
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "minigpt"),
         name=sibling_path(path, "").name,
         id=identity["run"],
         resume="allow",
         dir=path.parent,
-        config=identity["args"],
+        config={
+            name: value if isinstance(value, int | float) else str(value)
+            for name, value in vars(settings).items()
+        },
         settings=wandb.Settings(console="off", silent=True),
     )
     folder = f"{path.parent}/wandb/offline-run-*-{identity['run']}"
     say(f"log      wandb, {f'offline; wandb sync {folder} uploads it' if run.offline else run.url}")
-    return run.log
+    return lambda record: run.log(finite_numbers(record), record["step"])
+
+
+def finite_numbers(record: LogRecord) -> dict[str, float]:
+    """Return the finite numbers of a record, without its step."""
+    numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
+    return {key: n for key, n in numbers.items() if key != "step" and math.isfinite(n)}
 
 
 def finish_wandb() -> None:
-    """End the log at Weights & Biases, if --log-to opened one. Usually an exit handler of Python
-    ends the log. But if a run has several processes, a process with an error calls no exit handler.
-    So every run calls this function."""
+    """End the log at Weights & Biases, if --log-to opened one. (An exit handler of Python would do
+    so, but one of several processes that ends with an error calls none.)"""
     if wandb := sys.modules.get("wandb"):
-        with suppress(Exception):  # a lost network must not change the exit code
+        with suppress(OSError, wandb.Error):  # a lost network must not change the exit code
             wandb.finish()
 
 
-LOGGER_OPENERS = {"tensorboard": open_tensorboard, "wandb": open_wandb}
+OPENERS = {"tensorboard": open_tensorboard, "wandb": open_wandb}
 
 
-def open_external_logger(settings: Settings, identity: State, step: int, say: Say) -> Write:
-    """Return the writer for the logger of --log-to. The writer logs all finite numbers of a record.
-
-    `step`: the last step that is done. `say`: prints a line. The network, the disk or the service
-    may fail, now or later. Then this function, or the writer, raises SaveError.
-    """
-
-    def call(function: Callable, *arguments: object) -> Any:
-        try:
-            return function(*arguments)
-        except Exception as error:  # the loggers raise errors of many libraries
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise SaveError(
-                f"--log-to {settings.log_to}: {reason}; try again, or leave it out with --log-to "
-                "none",
-                exit_code=3,
-            ) from None
-
-    log = call(LOGGER_OPENERS[settings.log_to], settings.checkpoint_path, identity, step, say)
-
-    def write(record: LogRecord) -> None:
-        numbers = {
-            key: value
-            for key, value in record.items()
-            if key != "step" and isinstance(value, int | float) and math.isfinite(value)
-        }
-        call(log, numbers, record["step"])
-
-    return write
+def open_logger(settings: Settings, identity: State, step: int, say: Say) -> Write:
+    """Return the writer of the logger --log-to. Both raise SaveError: see `logger_errors`."""
+    with logger_errors(settings.log_to):
+        write_numbers = OPENERS[settings.log_to](settings, identity, step, say)
+    return logger_errors(settings.log_to)(write_numbers)
 
 
 # ---- Text
@@ -230,7 +203,7 @@ def format_line(record: LogRecord, num_steps: int) -> str:
             f"step {record['step']:>{len(str(num_steps))}}/{num_steps}",
             f"epoch {record['epoch']:.2f}",
             f"lr {record['lr']:.2e}",
-            f"loss {format_loss_and_perplexity(record['train_loss'])}",
+            f"loss {format_loss(record['train_loss'])}",
             *([f"val {format_validation(record)}"] if "val_loss" in record else []),
             f"{record['step_ms']:.1f} ms/step",
             f"{record['tokens_per_s']:,.0f} tok/s",
@@ -240,7 +213,7 @@ def format_line(record: LogRecord, num_steps: int) -> str:
     )
 
 
-def format_loss_and_perplexity(loss: float) -> str:
+def format_loss(loss: float) -> str:
     """Return the loss in nats and the perplexity as text: "2.1000 ppl 8.17"."""
     return f"{loss:.4f} ppl {perplexity(loss):.2f}"
 
@@ -249,8 +222,7 @@ def format_validation(record: LogRecord) -> str:
     """Return a record's validation loss as text: "2.1000 ppl 8.17 (2.200 bits/byte)". Bits per byte
     are left out if the record has none."""
     bits = record["val_bits_per_byte"]
-    in_bytes = "" if bits is None else f" ({bits:.3f} bits/byte)"
-    return format_loss_and_perplexity(record["val_loss"]) + in_bytes
+    return format_loss(record["val_loss"]) + (f" ({bits:.3f} bits/byte)" if bits else "")
 
 
 def format_bytes(count: float) -> str:

@@ -7,7 +7,7 @@ gradient, torch's AdamW stores 8 bytes per parameter. No recompute policy can fr
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,14 +26,8 @@ MOMENTUM = 0.95  # for Muon
 # all singular values between 0.003 and 1 to values between 0.68 and 1.2. These values are as good
 # as 1 (Jordan, 2024).
 NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.7750, 2.0315), 5
-# The names that torch's optimizers use.
-MOMENT_NAMES_BY_OPTIMIZER = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "muon": ("momentum_buffer",),
-}
-# Number of elements that are updated at a time (Muon updates at least one matrix). Bfloat16
-# moments, Muon and shards save memory. This number is small, so that the temporary copies of an
-# update take much less memory than is saved.
+# Number of elements that AdamW updates at a time. Bfloat16 moments and shards save memory. This
+# number is small, so that the temporary copies of an update take much less memory than is saved.
 UPDATE_CHUNK_ELEMENTS = 2**22
 # A function such as OneProcess.shard_like: (full tensor, parameter) -> this process's rows.
 ShardLikeFn = Callable[[Tensor, Tensor], Tensor]
@@ -80,29 +74,15 @@ def make_param_groups(model: MiniGPT, settings: Settings) -> Groups:
     Weight decay pulls matrices and embeddings towards zero. Biases and LayerNorm gains get no
     weight decay, because they have no reason to be small.
     """
-    matrices, decayed, undecayed = [], [], []
+    groups = defaultdict[tuple[str, bool], list[Tensor]](list)
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
-            undecayed.append(parameter)
-        elif settings.optimizer == "muon" and name.startswith("blocks."):
-            matrices.append(parameter)
-        else:
-            decayed.append(parameter)
-    groups: Groups = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": undecayed, "weight_decay": 0.0},
+        is_matrix = parameter.dim() > 1
+        by_muon = settings.optimizer == "muon" and name.startswith("blocks.") and is_matrix
+        groups["muon" if by_muon else "adamw", is_matrix].append(parameter)
+    return [
+        {"params": of_one, "rule": rule, "weight_decay": settings.weight_decay * is_matrix}
+        for (rule, is_matrix), of_one in groups.items()
     ]
-    if settings.optimizer == "muon":
-        groups.append({"params": matrices, "weight_decay": settings.weight_decay, "rule": "muon"})
-    return groups
-
-
-def optimizer_state(model: MiniGPT, settings: Settings) -> Iterator[Tensor]:
-    """Yield the tensors that the optimizer keeps for `model` from step to step."""
-    moments = getattr(torch, settings.moments_dtype)
-    for group in make_param_groups(model, settings):
-        for parameter in group["params"]:
-            yield from initial_param_state(parameter, group, moments).values()
 
 
 class LeanOptimizer(torch.optim.Optimizer):
@@ -122,8 +102,7 @@ class LeanOptimizer(torch.optim.Optimizer):
     the CPU (see `to_lane_padded_float32`).
 
     Args:
-        groups: parameter groups with "params" and "weight_decay", and with "rule" if the rule is
-            not "adamw".
+        groups: parameter groups with "params", "weight_decay" and "rule".
         lr: learning rate of all groups.
         lanes: AdamW's kernel gets a multiple of this number of elements (see
             `to_lane_padded_float32`).
@@ -137,7 +116,7 @@ class LeanOptimizer(torch.optim.Optimizer):
     def __init__(
         self, groups: Groups, lr: float, lanes: int, moments: torch.dtype, products: torch.dtype
     ):
-        super().__init__(groups, {"lr": lr, "rule": "adamw"})
+        super().__init__(groups, {"lr": lr})
         self.lanes, self.moments, self.products = lanes, moments, products
 
     def make_state(self) -> None:
@@ -156,41 +135,29 @@ class LeanOptimizer(torch.optim.Optimizer):
                 update()
 
     def updates_by_kind(self) -> dict[tuple, list[Callable[[], None]]]:
-        """Return the updates of a step, each of one parameter or of one batch of matrices.
+        """Return the updates of a step, each of one parameter.
 
         They are independent. Updates of one kind run the same operators on tensors of the same
         shapes, so that the planner need not simulate each of them.
         """
         updates = defaultdict[tuple, list[Callable[[], None]]](list)
-        for i, group in enumerate(self.param_groups):
-            alike = defaultdict[tuple, list[Tensor]](list)
+        for group in self.param_groups:
+            update = self.muon if group["rule"] == "muon" else self.adamw
             for p in group["params"]:
                 if p.grad is not None:
-                    alike[i, p.shape, p.stride(), p.grad.stride(), p.grad.dtype].append(p)
-            for kind, parameters in alike.items():
-                if group["rule"] != "muon":
-                    updates[kind] = [partial(self.adamw, p, group) for p in parameters]
-                    continue
-                # Muon updates the matrices of one shape together, in batches of at most n matrices.
-                n = max(1, UPDATE_CHUNK_ELEMENTS // parameters[0].numel())
-                for at in range(0, len(parameters), n):
-                    batch = parameters[at : at + n]
-                    updates[kind + (len(batch),)].append(partial(self.muon, batch, group))
+                    kind = group["rule"], p.shape, p.stride(), p.grad.stride(), p.grad.dtype
+                    updates[kind].append(partial(update, p, p.grad, group))
         return updates
 
-    def adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def adamw(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         """Update one parameter with AdamW, UPDATE_CHUNK_ELEMENTS elements at a time."""
         state = self.state[parameter]
-        tensors = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
-        local = [local_tensor(tensor) for tensor in tensors if tensor is not None]
-        flat = [tensor.reshape(-1) for tensor in local]
-        step = state["step"].clone()
+        written = parameter, state["exp_avg"], state["exp_avg_sq"]
+        weight, *moments = (local_tensor(tensor).view(-1) for tensor in written)
+        rows, step = (weight, local_tensor(gradient).reshape(-1), *moments), state["step"].clone()
         # Each call of the kernel adds 1 to the step count. So reset the count before each piece.
-        for pieces in zip(*(row.split(UPDATE_CHUNK_ELEMENTS) for row in flat), strict=True):
+        for pieces in zip(*(row.split(UPDATE_CHUNK_ELEMENTS) for row in rows), strict=True):
             self.adamw_piece(pieces, state["step"].copy_(step), group)
-        for tensor, row in zip(local, flat, strict=True):
-            if not tensor.is_contiguous():  # `reshape` has copied it
-                tensor.copy_(row.view_as(tensor))
 
     def adamw_piece(self, pieces: tuple[Tensor, ...], step: Tensor, group: dict[str, Any]) -> None:
         """Run torch's AdamW kernel on float32 copies of 1-D pieces: weight, gradient, two moments.
@@ -208,37 +175,28 @@ class LeanOptimizer(torch.optim.Optimizer):
             if copy is not piece:
                 piece.copy_(copy[: piece.numel()])
 
-    def muon(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
-        """Update matrices of one shape (A, B) with Muon, as torch.optim.Muon does.
+    def muon(self, matrix: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Update a matrix (A, B) with Muon, as torch.optim.Muon does.
 
         The root mean square of an update's elements is 0.2, which is about that of AdamW's updates.
         So both rules use the same learning rate and the same weight decay (Liu et al., 2025, arXiv
-        2502.16982, section 2.2).
+        2502.16982, section 2.2). If the matrix is sharded, all but the orthogonalization is about
+        this process's rows.
         """
-        update = orthogonalize_shard(self.nesterov_momentum(matrices), matrices[0])
-        update = update.float() * (0.2 * math.sqrt(max(matrices[0].shape)))
-        for weight, change in zip(map(local_tensor, matrices), update, strict=True):
-            change = (weight * group["weight_decay"]).add_(change).mul_(group["lr"])
-            weight.sub_(self.zeros_if_skipped(change))
-
-    def nesterov_momentum(self, matrices: list[Tensor]) -> Tensor:
-        """Update the momenta with the gradients, and return the Nesterov momenta, (n, A, B).
-
-        A Nesterov momentum is a weighted mean of the new momentum and the gradient. If the matrices
-        are sharded, A is the number of this process's rows. The result has the dtype `products`.
-        """
-        stored = [local_tensor(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
-        gradients = torch.stack([local_tensor(m.grad) for m in matrices if m.grad is not None])
-        momenta = torch.stack(stored).float()
+        stored = local_tensor(self.state[matrix]["momentum_buffer"])
+        weight, gradient, momentum = local_tensor(matrix), local_tensor(gradient), stored.float()
         # Do not use lerp. It rounds once or twice, depending on an element's place in a vector
         # register of the CPU. In a shard an element has another place, so its result would differ.
         # The separate operations below round once each.
-        change = momenta - gradients
-        momenta -= self.zeros_if_skipped(change.mul_(1 - MOMENTUM))
-        for moment, momentum in zip(stored, momenta, strict=True):
-            moment.copy_(momentum)
-        nesterov = torch.sub(momenta, gradients, out=change).mul_(MOMENTUM).add_(gradients)
-        return nesterov.to(self.products)
+        change = momentum - gradient
+        momentum -= self.zeros_if_skipped(change.mul_(1 - MOMENTUM))
+        stored.copy_(momentum)
+        # Nesterov's momentum: a weighted mean of the new momentum and the gradient
+        nesterov = torch.sub(momentum, gradient, out=change).mul_(MOMENTUM).add_(gradient)
+        update = orthogonalize_shard(nesterov.to(self.products), matrix).float()
+        update = update * (0.2 * math.sqrt(max(matrix.shape)))
+        change = (weight * group["weight_decay"]).add_(update).mul_(group["lr"])
+        weight.sub_(self.zeros_if_skipped(change))
 
     def zeros_if_skipped(self, change: Tensor) -> Tensor:
         """Return `change`, or zeros if this step is skipped.
@@ -249,66 +207,40 @@ class LeanOptimizer(torch.optim.Optimizer):
 
 
 def orthogonalize_shard(rows: Tensor, like: Tensor) -> Tensor:
-    """Return this process's rows of the orthogonalized matrices (n, A, B).
+    """Return this process's rows of an orthogonalized matrix (A, B).
 
-    `rows`: this process's rows of the matrices. `like`: one of the parameters (A, B). If `like` is
-    sharded, all processes first gather the full matrices.
+    `rows`: this process's rows of the matrix. `like`: a parameter of its shape. If `like` is
+    sharded, all processes first gather the whole matrix.
     """
     if not is_sharded(like):
         return orthogonalize(rows)
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
-    mesh, by_rows = like.device_mesh, [Shard(1)]  # type: ignore[attr-defined]
-    shape, stride = torch.Size([len(rows), *like.shape]), (like.numel(), like.size(1), 1)
+    mesh, by_rows = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    shape, stride = like.shape, like.stride()
     sharded = DTensor.from_local(rows, mesh, by_rows, run_check=False, shape=shape, stride=stride)
     whole = orthogonalize(sharded.full_tensor())
     return distribute_tensor(whole, mesh, by_rows, src_data_rank=None).to_local()
 
 
-def orthogonalize(matrices: Tensor) -> Tensor:
-    """Return an approximation of U V' for each matrix U S V': (n, A, B) -> (n, A, B).
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Return an approximation of U V' for the matrix U S V': (A, B) -> (A, B).
 
     U S V' is the singular value decomposition of a momentum matrix. As an update, U V' has the same
     size in every direction of the momentum.
 
     The approximation comes from Newton-Schulz iterations, which use matrix products only (Jordan,
-    2024). torch.optim.Muon also does these iterations, but for one matrix at a time, and in
-    bfloat16, which some devices only emulate.
+    2024). torch.optim.Muon also does these iterations, but in bfloat16, which some devices only
+    emulate.
     """
     a, b, c = NS_COEFFICIENTS
-    x = matrices if matrices.size(1) <= matrices.size(2) else matrices.mT  # now A <= B
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    if exact and x.size(1) < x.size(2):
-        x = torch.bmm(newton_schulz_total_multiplier(torch.bmm(x, x.mT)), x)
-    else:
-        for _ in range(NS_STEPS):
-            square = torch.bmm(x, x.mT)
-            factor = torch.baddbmm(square, square, square, beta=b, alpha=c)
-            x = torch.baddbmm(x, factor, x, beta=a)
-    return x if matrices.size(1) <= matrices.size(2) else x.mT
-
-
-def newton_schulz_total_multiplier(square: Tensor) -> Tensor:
-    """Return the matrices (n, A, A) by which all iterations together multiply x (n, A, B).
-
-    `square`: x x' (n, A, A). Each iteration multiplies x by a factor (n, A, A). This function
-    multiplies the factors with each other, and the caller then multiplies x by their product. If
-    B > A, this takes fewer FLOPs than to multiply x by one factor after the other. But it needs
-    high precision: the eigenvalues of x x' are the squares of x's singular values, and bfloat16 and
-    TF32 have too few digits for the range of these squares. So `orthogonalize` calls this function
-    only in full float32.
-    """
-    a, b, c = NS_COEFFICIENTS
-    total = None
-    for i in range(NS_STEPS):
-        factor = torch.baddbmm(square, square, square, beta=b, alpha=c)
-        factor.diagonal(dim1=1, dim2=2).add_(a)
-        total = factor if total is None else torch.bmm(factor, total)
-        if i < NS_STEPS - 1:  # x x' of the next x
-            square = torch.bmm(factor, torch.bmm(square, factor))
-    assert total is not None
-    return total
+    x = matrix if matrix.size(0) <= matrix.size(1) else matrix.mT  # now A <= B
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(NS_STEPS):
+        square = x @ x.mT
+        factor = torch.addmm(square, square, square, beta=b, alpha=c)
+        x = torch.addmm(x, factor, x, beta=a)
+    return x if matrix.size(0) <= matrix.size(1) else x.mT
 
 
 def to_lane_padded_float32(piece: Tensor, lanes: int) -> Tensor:
@@ -342,15 +274,11 @@ def initial_param_state(
 ) -> dict[str, Tensor]:
     """Return the state of a parameter before its first step: zero moments of the dtype `moments`,
     and AdamW's step count."""
-    rule = group.get("rule", "adamw")
-    step = {"step": torch.tensor(0.0, device=parameter.device)} if rule == "adamw" else {}
-    names = MOMENT_NAMES_BY_OPTIMIZER[rule]
-    return step | {name: torch.zeros_like(parameter, dtype=moments) for name in names}
-
-
-def optimizer_name(settings: Settings) -> str:
-    """Return the name of the optimizer, in words for the user."""
-    return {"adamw": "AdamW", "muon": "Muon and AdamW"}[settings.optimizer]
+    if group["rule"] == "muon":
+        return {"momentum_buffer": torch.zeros_like(parameter, dtype=moments)}
+    state = {"step": torch.tensor(0.0, device=parameter.device)}
+    names = "exp_avg", "exp_avg_sq"  # as in torch's AdamW
+    return state | {name: torch.zeros_like(parameter, dtype=moments) for name in names}
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Tensor:
@@ -392,17 +320,14 @@ def restore_optimizer(
         ValueError, LookupError: the state dict is that of another model or optimizer.
     """
     dtype = getattr(optimizer, "moments", torch.float32)
-    param_ids = [group["params"] for group in saved["param_groups"]]
-    if param_ids != [group["params"] for group in optimizer.state_dict()["param_groups"]]:
-        raise ValueError("other groups of parameters")
     parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     for i, entry in saved["state"].items():  # without parameters that never got a gradient
         parameter, group = parameters[i]
         state = initial_param_state(parameter, group, dtype)
         for name, tensor in state.items():
             whole = entry[name]
-            if whole.shape != tensor.shape or not whole.is_floating_point():
-                raise ValueError(f"{name} of another shape or kind")
+            if whole.shape != tensor.shape:
+                raise ValueError(f"{name} of another shape")
             # Copy: `shard_like` may return a view, which would keep the full tensor alive.
             tensor.copy_(shard_like(whole, tensor) if is_sharded(tensor) else whole)
         optimizer.state[parameter] = state

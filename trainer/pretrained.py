@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from data import DataError, Tokenizer
-from data.errors import MiniGPTError
-from data.tokenizer import errors_as_data_errors, load_tokenizer
+from data.errors import MiniGPTError, errors_as_data_errors
+from data.tokenizer import load_tokenizer
 from data.tokenizer_json import check_vocabulary
 from memory import MemorySavingGPT
 from model import MiniGPT, MiniGPTConfig
@@ -57,8 +57,9 @@ SUPPORTED_GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
 TRANSFORMERS_TO_MINIGPT = {"wte": "token_embedding", "wpe": "position_embedding", "h": "blocks"}
 MINIGPT_TO_TRANSFORMERS = {ours: theirs for theirs, ours in TRANSFORMERS_TO_MINIGPT.items()}
 TOKENIZER_BY_SIZE = {257: "byte", 50257: "gpt2"}  # vocab_size in config.json -> --tokenizer-name
-# Ends of the names of causal masks. Older files also store the mask of each block.
-MASKS = (".attn.bias", ".attn.masked_bias")
+# Ends of names. Older files also store the causal mask of each block, and the head, which
+# transformers ignores if the embeddings are tied.
+LEFT_OUT = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
 
 
 def renamed_and_transposed(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
@@ -116,11 +117,8 @@ def read_transformers_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Ten
     weights = {
         name.removeprefix("transformer."): tensor
         for name, tensor in tensors.items()
-        if not name.endswith(MASKS)
+        if not name.endswith(LEFT_OUT)
     }
-    head = weights.get("lm_head.weight")
-    if head is not None and torch.equal(head, weights.get("wte.weight", head)):
-        del weights["lm_head.weight"]  # (`check_shapes` refuses another one)
     if config.vocab_size not in TOKENIZER_BY_SIZE:
         raise DataError(
             f"{folder}: {config.vocab_size:,} ids, but no tokenizer is read from a folder: known "
@@ -143,7 +141,6 @@ class Pretrained:
     config: MiniGPTConfig
     tokenizer: Tokenizer
     weights: dict[str, Tensor]  # under MiniGPT's names, on the CPU, in any float dtype
-    description: str  # where the weights come from, in words
     weights_checksum: int  # equal weights have equal checksums
 
     @torch.no_grad()
@@ -162,13 +159,11 @@ def open_pretrained(path: Path) -> Pretrained:
     and have the names and shapes of model.py. Raises SnapshotError or DataError."""
     if os.path.isdir(path):  # (Path.is_dir raises an error for a very long name)
         config, weights, tokenizer = read_transformers_folder(path)
-        about = "as transformers writes them"
     elif os.path.exists(path):
         state = read_snapshot(path)
         with errors_as_data_errors(path, "snapshot of a model"):
             config, weights = MiniGPTConfig(**state["config"]), state["model"]
             tokenizer = Tokenizer.from_state(state["tokenizer"])
-            about = f"step {state['step']:,} on {state['data'].get('description')}"
     else:
         raise SnapshotError(
             f"there is no snapshot and no folder {path}; if that is a GPT-2 on the Hugging Face "
@@ -180,9 +175,9 @@ def open_pretrained(path: Path) -> Pretrained:
     if not all(weight.isfinite().all() for weight in weights.values()):
         raise SnapshotError(f"{path} holds NaN or infinite weights: take others")
     # Add the weights' bits as integers: such a sum does not depend on the order.
-    bits = (weight.float().view(torch.int32) for weight in weights.values())
-    checksum = sum(int(of_one.sum(dtype=torch.int64)) for of_one in bits)
-    return Pretrained(path, config, tokenizer, weights, about, checksum)
+    ints = torch.int32
+    checksum = sum(int(w.float().view(ints).sum(dtype=torch.int64)) for w in weights.values())
+    return Pretrained(path, config, tokenizer, weights, checksum)
 
 
 def load_model_and_tokenizer(path: Path, device: torch.device) -> tuple[MiniGPT, Tokenizer]:
@@ -203,10 +198,7 @@ def open_init_from(settings: S) -> tuple[Pretrained | None, S]:
     """
     if settings.init_from is None:
         return None, settings
-    try:
-        source = open_pretrained(settings.init_from)
-    except (DataError, SnapshotError) as error:
-        raise MiniGPTError(f"--init-from: {error}") from None
+    source = open_pretrained(settings.init_from)
     config, tokenizer = source.config, source.tokenizer.name
     required: dict[str, Any] = {name: getattr(config, name) for name in names_with(Rule.SHAPE)}
     required |= {"tokenizer_name": tokenizer, "use_toy_data": tokenizer == "toy"}
@@ -220,5 +212,5 @@ def open_init_from(settings: S) -> tuple[Pretrained | None, S]:
             )
     if "seq_len" not in settings.typed:
         required["seq_len"] = config.max_position_embeddings
-    # These flags count as typed, as with --model, so that nothing else changes them.
-    return source, settings.replace(**required, typed=frozenset({*settings.typed, *required}))
+    # These flags count as typed, so that a resume has them without the weights.
+    return source, settings.replace(**required, typed={**settings.typed, **required})

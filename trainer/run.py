@@ -192,7 +192,6 @@ def retry_on_out_of_memory(run: Run, accumulate: Callable[[Run], list[Tensor]]) 
 def free_failed_attempt(run: Run) -> None:
     """Free the memory of a forward or backward that failed."""
     device = run.process.device
-    run.clock.discard_measured_memory()
     run.optimizer.zero_grad()
     # A backward that failed leaves tasks in autograd's queue, and the tasks keep the graph
     # alive (pytorch#82218). The next backward clears the queue. So run a tiny backward here.
@@ -228,7 +227,8 @@ def switch_policy(run: Run) -> None:
         run.model.config = failed
         raise MemoryError("no policy needs less memory")
     run.plans = plans[plans.index(plan) :]
-    run.clock.expect_peak(plan.peak)
+    if run.clock.predicted:
+        run.clock.predicted = plan.peak, run.clock.predicted[1]
     run.snapshot_metadata["config"]["recompute"] = plan.policy
     run.policies_out_of_memory.append(failed.recompute)
     rounds = run.settings.compile or run.settings.mlp_chunks != 1

@@ -26,7 +26,7 @@ NORMED = [
 ]
 WITHOUT_NORMS = [(half, half.replace(f"self.{norm}(x)", "x")) for half, norm in NORMED]
 SIGNATURE = "kv_cache: KVCache = None) -> Tensor:\n        x = x"
-CALL = "x = run(x, layer_cache)"
+CALL = "kv_cache=layer_cache)"
 INIT = "        self.init_weights()\n"
 BLOCK = "Block(config) for _ in range(config.n_layers)"
 MLP_OF_BLOCK = "        self.mlp = MLP(config)\n"
@@ -153,7 +153,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             "        same = (doc[:, :, None] == doc[:, None]).tril()[:, None]\n"
             "        same = same if kv_cache is None else None\n",
         ),
-        (CALL, "x = run(x, layer_cache, same=same)"),
+        (CALL, "kv_cache=layer_cache, same=same)"),
     ],
     "methods": [  # of a subclass; a static one
         (
@@ -226,7 +226,7 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
                 SIGNATURE.replace(") ->", ", x0: Any = 0.0) ->") + " + 0.1 * x0\n        x = x",
             ),
             (START, START + "        x0 = x\n"),
-            (CALL, "x = run(x, layer_cache, x0)"),
+            (CALL, "kv_cache=layer_cache, x0=x0)"),
         ],
     ),
     # Changes of the loop of MiniGPT.forward, of which a group is one call.
@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
             ],
             "documents_in_every_second_block": [
                 *CHANGES["documents"][:-1],
-                (CALL, "x = run(x, layer_cache, same=same if i % 2 else None)"),
+                (CALL, "kv_cache=layer_cache, same=same if i % 2 else None)"),
             ],
             "depth_scale": [(LEAVE, f"            x = x * (1 + 0.1 * i)\n{LEAVE}")],
             "layer_drop": [

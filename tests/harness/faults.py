@@ -244,7 +244,7 @@ def save_half(state: Any, file: BinaryIO) -> None:
 
 
 # The last calls of a save, in this order. A fault kills the process just before one of these calls.
-CALLS = ("fsync of the file", "rename to .prev.pt", "rename", "fsync of the folder")
+CALLS = ("fsync of the file", "rename to .prev.pt", "rename")
 SAVE_FAULTS = ("half-written", *(call.replace(" ", "-") for call in CALLS))
 
 
