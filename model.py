@@ -14,6 +14,7 @@ Shapes: B batch size, T tokens per sequence, C channels (d_model), H heads, D = 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -112,6 +113,17 @@ class MLP(nn.Module):
         return self.c_proj(F.gelu(wide, approximate="tanh"))
 
 
+def takes_policy(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let `block(x, ..., policy=p)` return p(block, x, ...). A policy (memory/policies.py) runs
+    `forward` on a View: the same block, but with activation checkpoints around some methods."""
+
+    @wraps(forward)
+    def run(block: Any, *inputs: Any, policy: Any = None, **named: Any) -> Tensor:
+        return policy(block, *inputs, **named) if policy else forward(block, *inputs, **named)
+
+    return run
+
+
 class Block(nn.Module):
     """One transformer block: x (B, T, C) -> (B, T, C)."""
 
@@ -123,11 +135,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, kv_cache: KVCache = None, policy: Any = None) -> Tensor:
-        """Run the block. A `policy` (memory/policies.py) calls this method again, without a policy,
-        on a View: the same block, but some of its methods run in activation checkpoints."""
-        if policy is not None:
-            return policy(self, x, kv_cache)
+    @takes_policy
+    def forward(self, x: Tensor, kv_cache: KVCache = None) -> Tensor:
         x = x + self.dropout(self.attention(x, kv_cache))
         return x + self.dropout(self.feed_forward(x))
 
@@ -174,14 +183,15 @@ class MiniGPT(nn.Module):
         has_dropout = self.config.dropout > 0
         for i, (block, recompute) in enumerate(self.blocks_with_recompute()):
             layer_cache = None if kv_cache is None else kv_cache.setdefault(i, [])
+            call = partial(block, kv_cache=layer_cache)  # a new argument of the block goes here
             if recompute:
                 # The activation checkpoint keeps only x and, with dropout, the RNG's state.
                 # Backward runs the block again, with the same dropout masks, up to the last tensor
                 # that backward needs: mlp.c_proj's input or, with dropout, the last mask.
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=has_dropout)
+                x = checkpoint(call, x, use_reentrant=False, preserve_rng_state=has_dropout)
             else:
                 # Autograd keeps all that backward needs, unless a policy checkpoints in the block.
-                x = block(x, layer_cache)
+                x = call(x)
         x = self.ln_f(x)
         if labels is None:
             return F.linear(x if kv_cache is None else x[:, -1:], head_weight)
@@ -265,12 +275,12 @@ def sample_next_ids(
     """Draw one token id for each row of `logits` (B, V); return ids (B, 1).
 
     `temperature`: below 1, likely tokens become likelier; at 0 the likeliest token is chosen.
-    `top_k`: draw only from the k likeliest tokens. `top_p`: draw only from the smallest set of
-    likeliest tokens whose probabilities sum to p or more (Holtzman et al., 2020)."""
+    `top_k`: draw only from the k likeliest tokens (0: all). `top_p`: draw only from the smallest
+    set of likeliest tokens whose probabilities sum to p or more (Holtzman et al., 2020)."""
     if temperature < 1e-6:  # dividing by a smaller number could overflow
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
-    if top_k is not None:
+    if top_k:
         kth_best = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < kth_best, -math.inf)
     if top_p is not None:

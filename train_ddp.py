@@ -39,10 +39,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from model import MiniGPT
 from train_minimal import train
+from trainer.build import run_safely
 from trainer.reproducible_sums import pairwise_all_reduce_hook
 from trainer.settings import Settings
-from trainer.shutdown import run_safely
-from trainer.torchrun import TorchrunProcess, main_and_exit, print_error_once
+from trainer.torchrun import TorchrunProcess, main_and_exit
 
 
 class DDPProcess(TorchrunProcess):
@@ -52,7 +52,6 @@ class DDPProcess(TorchrunProcess):
     """
 
     script = "train_ddp.py"
-    kind = "ddp"  # gradients are in DDP's communication buckets, which stay allocated
     buckets_are_final = False  # True after the first update
 
     def wrap(self, model: MiniGPT, settings: Settings) -> nn.Module:
@@ -88,12 +87,6 @@ class DDPProcess(TorchrunProcess):
             set_expanded_zero_grads(self.wrapper)
             self.buckets_are_final = True
 
-    def close(self) -> None:
-        # Free DDP first. If its reference to the group were the last, the group's threads would be
-        # joined while this thread holds the GIL, for which they may wait.
-        del self.wrapper
-        super().close()
-
 
 def set_expanded_zero_grads(model: nn.Module) -> None:
     """Set each `.grad` to zeros of the parameter's shape that use the memory of one element.
@@ -108,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train as one of torchrun's processes; return its exit code."""
     path = Path("checkpoints/minigpt_ddp.pt")
     settings = Settings.parse(argv, DDPProcess.script, checkpoint_path=path)
-    return run_safely(settings, DDPProcess, train, print_error_once)
+    return run_safely(settings, DDPProcess, train)
 
 
 if __name__ == "__main__":

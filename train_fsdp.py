@@ -42,34 +42,28 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from data.errors import MiniGPTError
 from model import MiniGPT
 from planner.shards import block_group_params, find_position_embeddings
 from train_minimal import train
+from trainer.build import run_safely
 from trainer.reproducible_sums import PairwiseReduceScatter
 from trainer.settings import Settings
-from trainer.shutdown import run_safely
-from trainer.torchrun import TorchrunProcess, main_and_exit, print_error_once
+from trainer.torchrun import TorchrunProcess, main_and_exit
 
 
 class FSDPProcess(TorchrunProcess):
     """One of N processes that torchrun started. Each has one device and 1/N of the model.
 
-    Raises MiniGPTError if torchrun did not start this process, or for a flag that shards forbid.
+    Raises MiniGPTError if torchrun did not start this process.
     """
 
     script = "train_fsdp.py"
     kind = "fsdp"
-    has_own_recompute_policy = False  # all have the same: it decides when weights are gathered
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
         self.gather_dtype = settings.gather_dtype
         self.reproducible_sums = settings.reproducible_sums
-        if self.device.type == "cuda" and not dist.is_nccl_available():
-            raise MiniGPTError(
-                f"{self.script} needs NCCL on GPUs, which Windows lacks: train_ddp.py"
-            )
 
     def allocate_parameters(self, model: MiniGPT) -> None:
         """Shard a model on device "meta", and allocate the memory of this rank's shards."""
@@ -147,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train as one of torchrun's processes; return its exit code."""
     path = Path("checkpoints/minigpt_fsdp.pt")
     settings = Settings.parse(argv, FSDPProcess.script, checkpoint_path=path)
-    return run_safely(settings, FSDPProcess, train, print_error_once)
+    return run_safely(settings, FSDPProcess, train)
 
 
 if __name__ == "__main__":

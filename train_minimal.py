@@ -38,14 +38,19 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from trainer.build import archive_and_open_logs
+from trainer.build import archive_and_open_logs, run_safely
 from trainer.metrics import format_validation, perplexity
 from trainer.optimizer import step_if_finite
 from trainer.process import OneProcess
 from trainer.report import is_log_overdue, make_step_record, write_and_print_record
 from trainer.run import Run, is_save_overdue, retry_on_out_of_memory, save
 from trainer.settings import Settings
-from trainer.shutdown import Signals, SkippedUpdateCounter, nan_grads_if_infinite, run_safely
+from trainer.shutdown import (
+    check_skipped_updates,
+    count_skipped_update,
+    nan_grads_if_infinite,
+    stop_signals,
+)
 from trainer.snapshot import sibling_path
 
 
@@ -91,6 +96,7 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     # processes have the same norm, so all of them update or none does. The device decides, so
     # Python does not wait for it.
     grad_norm = step_if_finite(run.optimizer, grad_norm)
+    count_skipped_update(run, grad_norm)
     run.scaler.update()  # with float16 only: halve the loss scale after an overflow
     process.clear_gradients(run.optimizer)
     return torch.stack(losses), grad_norm
@@ -194,20 +200,17 @@ def train(run: Run) -> dict[str, Any]:
         process.print0(f"before   val {format_validation(evaluate(run))}")
     run.model.train()
     record: dict[str, Any] = {}
-    skipped = SkippedUpdateCounter(run)
-    with bar, clock, Signals(run):
+    with bar, clock, stop_signals(run):
         while run.step < settings.num_steps and not run.stop_signal:
             run.step += 1
             with clock.step():
                 losses, grad_norm = train_step(run)  # forward, backward, update of the weights
             bar.update()
-            record = finish_step(run, skipped, losses, grad_norm)
+            record = finish_step(run, losses, grad_norm)
     return record
 
 
-def finish_step(
-    run: Run, skipped: SkippedUpdateCounter, losses: Tensor, grad_norm: Tensor
-) -> dict[str, Any]:
+def finish_step(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     """Evaluate, log and save after a step, if due. Return the log record; {} if nothing is due.
 
     `losses`, `grad_norm`: the results of `train_step`. After the last step of a run there is always
@@ -216,7 +219,6 @@ def finish_step(
     """
     settings, process = run.settings, run.process
     run.recent_losses.append(losses)
-    skipped.add_grad_norm(grad_norm)
     # All processes must do the same after the same step. They all stop if one of them received a
     # signal to stop. They all save if the last save of one of them is --save-minutes old. They
     # all log if rank 0 has printed nothing for a long time.
@@ -225,10 +227,10 @@ def finish_step(
     )
     log_now = is_due(run, settings.log_interval) or log_overdue
     evaluate_now = is_due(run, settings.eval_interval)
-    save_now = save_is_due(run, skipped, save_overdue > 0)
+    save_now = save_is_due(run, save_overdue > 0)
     if not (log_now or evaluate_now or save_now):
         return {}
-    skipped.count_skips_in_a_row()  # if it raises MiniGPTError, nothing is logged or saved
+    check_skipped_updates(run)  # if it raises MiniGPTError, nothing is logged or saved
     record = make_step_record(run, losses, grad_norm)
     if evaluate_now:
         evaluate_and_save_best(run, record)
@@ -244,7 +246,7 @@ def is_due(run: Run, interval: int) -> bool:
     return run.step >= run.settings.num_steps or (interval > 0 and run.step % interval == 0)
 
 
-def save_is_due(run: Run, skipped: SkippedUpdateCounter, overdue: bool) -> bool:
+def save_is_due(run: Run, overdue: bool) -> bool:
     """Return True if a snapshot is to be saved after this step.
 
     A save is due at the end of the run, if it is `overdue` by --save-minutes, if the last save is
@@ -259,8 +261,8 @@ def save_is_due(run: Run, skipped: SkippedUpdateCounter, overdue: bool) -> bool:
         return True
     by_steps = interval > 0 and run.step // interval > run.saved_step // interval
     is_first = run.saved_step == 0 and 0 < first <= run.step
-    # (Last, because `count_skips_in_a_row` waits for the GPU.)
-    return (overdue or by_steps or is_first) and skipped.count_skips_in_a_row() == 0
+    # (Last, because `check_skipped_updates` waits for the GPU.)
+    return (overdue or by_steps or is_first) and check_skipped_updates(run) == 0
 
 
 def evaluate_and_save_best(run: Run, record: dict[str, Any]) -> None:

@@ -33,9 +33,9 @@ from memory.sequence import SequenceShard
 from model import MiniGPT, MiniGPTConfig
 from train_fsdp import FSDPProcess
 from train_minimal import train
+from trainer.build import run_safely
 from trainer.settings import Settings
-from trainer.shutdown import run_safely
-from trainer.torchrun import main_and_exit, print_error_once
+from trainer.torchrun import main_and_exit
 
 
 class SPProcess(FSDPProcess):
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train as one of torchrun's processes; return its exit code."""
     path = Path("checkpoints/minigpt_sp.pt")
     settings = Settings.parse(argv, SPProcess.script, checkpoint_path=path)
-    return run_safely(settings, SPProcess, train, print_error_once)
+    return run_safely(settings, SPProcess, train)
 
 
 if __name__ == "__main__":

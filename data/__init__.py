@@ -5,7 +5,7 @@ files.py           find the files that --train-data and --val-data name
 documents.py       choose how to read a file, and split text files into documents
 tokenizer.py       convert text to ids and back
 tokenizer_json.py  write a vocabulary as transformers' tokenizer.json
-tokens.py          rows of ids in token files, and Dataset, the data of a training run
+tokens.py          token files, the files of ids in the cache, and Dataset, the data of a run
 store.py           the token cache: folders that are made once, and checked
 corpus.py          convert documents to ids once, and keep the ids in the cache
 toy.py             make random ids for which the lowest possible loss is known

@@ -15,22 +15,22 @@ import torch
 from .errors import DataError
 from .tokens import Tokens
 
-# split -> (the name of the split in messages, how to make the split longer)
-NAME_AND_HINT_BY_SPLIT = {
-    "train": ("training", "give more text to --train-data"),
-    "val": ("validation", "raise --val-ratio, or give more text to --val-data"),
-}
-
 
 class Windows:
     """The windows of a split, numbered from 0."""
 
     def __init__(
-        self, tokens: Tokens, batch_size: int, seq_len: int, device: torch.device, split: str
+        self,
+        tokens: Tokens,
+        batch_size: int,
+        seq_len: int,
+        device: torch.device,
+        kind: str,
+        remedy: str,
     ) -> None:
-        """`split`: "train" or "val". Raises DataError if there are not seq_len + 1 tokens."""
+        """`kind`: "training" or "validation". `remedy`: how to have more tokens. Raises DataError
+        if there are not seq_len + 1 tokens."""
         if len(tokens) <= seq_len:
-            kind, remedy = NAME_AND_HINT_BY_SPLIT[split]
             raise DataError(
                 f"--seq-len {seq_len} needs {seq_len + 1} {kind} tokens, the data have "
                 f"{len(tokens)}: {remedy}, or start a run with a lower --seq-len"
@@ -43,7 +43,7 @@ class Windows:
         """Return the inputs and the labels of n windows: both int64 (n, T) on `device`. Raises the
         errors of Tokens.read."""
         T, starts = self.seq_len, (int(number) * self.seq_len for number in numbers)
-        rows = np.stack([self.tokens.part(start, start + T + 1).read() for start in starts])
+        rows = np.stack([self.tokens.read(start, start + T + 1) for start in starts])
         on_gpu = self.device.type == "cuda"  # without pinned memory Python would wait for the copy
         windows = torch.from_numpy(rows)
         windows = (windows.pin_memory() if on_gpu else windows).to(self.device, non_blocking=on_gpu)
@@ -62,7 +62,14 @@ class TrainBatches(Windows):
     def __init__(
         self, tokens: Tokens, batch_size: int, seq_len: int, seed: int, device: torch.device
     ) -> None:
-        super().__init__(tokens, batch_size, seq_len, device, "train")
+        super().__init__(
+            tokens,
+            batch_size,
+            seq_len,
+            device,
+            kind="training",
+            remedy="give more text to --train-data",
+        )
         self.seed = seed
 
     def epochs_before(self, index: int) -> float:
@@ -88,7 +95,14 @@ class ValBatches(Windows):
     ) -> None:
         """`max_tokens`: limit for the input tokens of all windows; 0: no limit. At least one window
         is chosen."""
-        super().__init__(tokens, batch_size, seq_len, device, "val")
+        super().__init__(
+            tokens,
+            batch_size,
+            seq_len,
+            device,
+            kind="validation",
+            remedy="raise --val-ratio, or give more text to --val-data",
+        )
         limit = max(1, max_tokens // seq_len) if max_tokens else self.n_windows
         self.n_chosen = min(limit, self.n_windows)
 
@@ -98,7 +112,6 @@ class ValBatches(Windows):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs and the labels, both (B, T), of batch `index`. The last batch may have
         fewer rows. Raises IndexError if there is no batch `index`."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"validation batch {index} of {len(self)}")
-        chosen = range(self.n_chosen)[index * self.batch_size : (index + 1) * self.batch_size]
+        first = range(0, self.n_chosen, self.batch_size)[index]
+        chosen = range(self.n_chosen)[first : first + self.batch_size]
         return self.read_by_number(i * self.n_windows // self.n_chosen for i in chosen)

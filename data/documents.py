@@ -1,15 +1,13 @@
 """Choose how to read a file by its suffix, and read text files document by document. Documents come
 in chunks, so a long one need not fit in memory."""
 
-import codecs
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import regex
 
-from .errors import DataError
+from .errors import DataError, errors_as_data_errors
 
 TOKEN_SUFFIXES = (".bin", ".npy")
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
@@ -18,7 +16,9 @@ TEXT_SUFFIXES = JSON_LINES_SUFFIXES + tuple(
     ".yml .toml .ini .cfg .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .scala .js .ts .rb "
     ".php .pl .lua .r .jl .hs .ml .swift .sh .sql".split()
 )
-CHUNK = 2**20  # number of bytes or characters that a chunk of a document has at most
+# Number of characters that are read at a time. (The regex engine of tiktoken fails on a million
+# blanks in a row, which may come from two chunks.)
+CHUNK = 2**18
 SAFE_SPLIT = regex.compile(r"(?rV1)(?<=[\p{L}\p{N}])(?=[\s\p{P}\p{S}--'])")  # (r: the last one)
 
 
@@ -28,22 +28,13 @@ def suffix_of(path: str | Path) -> str:
     return Path(path).suffix.lower()
 
 
-@contextmanager
-def reading(path: Path, remedy: str = "") -> Iterator[None]:
-    """Convert an OSError to a DataError that names `path` (an error of a read names none)."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}{remedy}") from None
-
-
 def is_json_lines(path: Path, text_key: str) -> bool:
     """Return whether each line of a file is a JSON object with a document: by the suffix, and for a
     .json file by its first line."""
     if suffix_of(path) != ".json":
         return suffix_of(path) in JSON_LINES_SUFFIXES
-    with reading(path), open(path, "rb") as file:
-        return _text_of_line(file.readline(CHUNK), text_key) is not None
+    with errors_as_data_errors(path), open(path, "rb") as file:
+        return _text_of_line(file.readline(2**24), text_key) is not None
 
 
 def _text_of_line(line: bytes, text_key: str) -> str | None:
@@ -63,77 +54,52 @@ def iter_chunked_documents(path: Path, text_key: str = "text") -> Iterator[Itera
     Raises DataError, which names the file and the line or the byte.
     """
     if not is_json_lines(path, text_key):
-        yield iter_text_chunks(path, 0, path.stat().st_size)
+        yield rechunk(_read_text(path))
         return
-    with reading(path), open(path, "rb") as file:
+    with errors_as_data_errors(path), open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            text = _text_of_line(line, text_key)
-            if text is None:
-                raise DataError(
-                    f'{path}:{number}: want a JSON object with a string "{text_key}" (--text-key '
-                    f"names another key), not {line[:60].decode(errors='replace')!r}"
-                )
-            yield rechunk(text[i : i + CHUNK] for i in range(0, len(text), CHUNK))
+            if line.strip():
+                text = _text_of_line(line, text_key)
+                if text is None:
+                    raise DataError(
+                        f'{path}:{number}: want a JSON object with a string "{text_key}" (--text-'
+                        f"key names another key), not {line[:60].decode(errors='replace')!r}"
+                    )
+                yield rechunk(text[i : i + CHUNK] for i in range(0, len(text), CHUNK))
 
 
-def iter_text_chunks(path: Path, start: int, stop: int) -> Iterator[str]:
-    """Decode bytes [start, stop) of a UTF-8 file, and yield the text in chunks. Raises DataError,
-    which names the file and the byte."""
-    return rechunk(_decode_blocks(path, start, stop))
-
-
-def _decode_blocks(path: Path, start: int, stop: int) -> Iterator[str]:
-    # utf-8-sig drops a byte order mark at the start of the file.
-    decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")()
-    with reading(path), open(path, "rb") as file:  # (binary: line ends stay as they are)
-        file.seek(start)
-        while block := file.read(min(CHUNK, stop - start)):
-            if (nul := block.find(0)) >= 0:
-                raise DataError(
-                    f"{path}: a binary file, or UTF-16 (NUL at byte {start + nul}); name files of "
-                    "UTF-8 text"
-                )
-            start += len(block)
-            try:
-                yield decoder.decode(block, final=start >= stop)
-            except UnicodeDecodeError as error:
-                # error.object begins with the bytes that the decoder kept from the block before.
-                byte = start - len(error.object) + error.start
-                raise DataError(
-                    f"{path}: not UTF-8 at byte {byte}; name files of UTF-8 text"
-                ) from None
+def _read_text(path: Path) -> Iterator[str]:
+    # utf-8-sig drops a byte order mark at the start of the file; newline="" keeps line ends.
+    with (
+        errors_as_data_errors(path, "UTF-8 text"),
+        open(path, encoding="utf-8-sig", newline="") as file,
+    ):
+        while block := file.read(CHUNK):
+            if "\0" in block:
+                raise DataError("a binary file, or UTF-16; name files of UTF-8 text")
+            yield block
 
 
 def rechunk(blocks: Iterable[str]) -> Iterator[str]:
-    """Yield the text of `blocks` in chunks. Encoding them one after the other gives the ids of the
-    whole text: see `last_safe_split`."""
-    text = ""  # text that was not yet yielded
-    for block in blocks:
-        if text:
-            cut = last_safe_split(text)
-            yield text[:cut]
-            text = text[cut:]
-        text += block
-    yield text
+    """Yield the text of `blocks` in chunks whose ids, one behind the other, are those of the whole.
 
-
-def last_safe_split(text: str) -> int:
-    """Return the last index at which `text` can be cut without changing its ids. Return len(text)
-    if there is no such index.
-
-    An index is safe if it is after a letter or a digit, and before white space or punctuation. The
-    patterns of GPT-2, cl100k and o200k all end a word there, and no pattern looks at earlier
-    characters. So the words of both pieces are the words of the whole text. An apostrophe does not
-    count as punctuation, because o200k keeps the 's of "it's" with its word.
+    A chunk ends at the last index that is after a letter or a digit, and before white space or
+    punctuation. The patterns of GPT-2, cl100k and o200k all end a word there, and no pattern looks
+    at earlier characters. So the words of both pieces are the words of the whole text. An
+    apostrophe does not count as punctuation, because o200k keeps the 's of "it's" with its word.
 
     An index after a newline would NOT be safe. Blank lines, and also \\r\\n, are one word or two
     words, depending on the next characters. And cl100k joins some newlines to the punctuation
     before them.
 
-    If a megabyte of text has no safe index, the text is cut at its end. There one token may be
-    different from the tokens of the whole text.
+    Text of CHUNK characters without a safe index is cut at its end. There one token may differ from
+    those of the whole text.
     """
-    match = SAFE_SPLIT.search(text)
-    return match.start() if match else len(text)
+    text = ""  # text that was not yet yielded
+    for block in blocks:
+        if text:
+            cut = match.start() if (match := SAFE_SPLIT.search(text)) else len(text)
+            yield text[:cut]
+            text = text[cut:]
+        text += block
+    yield text

@@ -5,11 +5,11 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
-from .documents import CHUNK, TEXT_SUFFIXES, TOKEN_SUFFIXES, reading, suffix_of
-from .errors import DataError
+from .documents import CHUNK, TEXT_SUFFIXES, TOKEN_SUFFIXES, suffix_of
+from .errors import DataError, errors_as_data_errors
 
 Say = Callable[[str], None]
 CACHE_DIR = Path(os.environ.get("MINIGPT_CACHE") or Path(__file__).parent / "cache").resolve()
@@ -29,7 +29,7 @@ def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
     """Return the files that `names` name (files, folders, patterns), in the order of `names`. A
     file to which several paths lead is taken once.
 
-    In a folder, files of an unknown suffix are skipped, and `say` prints one line about them.
+    In a folder, only files of a known suffix are taken, and `say` prints one line about the others.
     Raises DataError, which names `flag` and the first name without a file.
     """
     found: dict[str, Path] = {}  # file -> the first path that leads to it
@@ -37,43 +37,50 @@ def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
     for name in names:
         # A plain path first: a file name may contain [ or *.
         paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
-        files = [f for p in paths for f in (files_below(p) if os.path.isdir(p) else [p])]
-        taken = [f for f in files if f in paths or suffix_of(f) in TEXT_SUFFIXES + TOKEN_SUFFIXES]
+        files = [f for p in paths for f in (paths_below(p) if os.path.isdir(p) else [p])]
+        taken = [
+            f
+            for f in files
+            if os.path.isfile(f) and (suffix_of(f) in TEXT_SUFFIXES + TOKEN_SUFFIXES or f in paths)
+        ]
         if not taken:
-            wrong = "no text or token file in this folder" if paths else "no such file or folder"
-            raise DataError(f"{flag} {name}: {wrong}")
+            raise DataError(
+                f"{flag} {name}: no such file or folder, or no text or token file in it"
+            )
         for file in taken:
-            if not os.path.isfile(file):
-                raise DataError(f"{flag} {file}: not a regular file, or a link to nothing")
             found.setdefault(os.path.realpath(file), Path(file))
         skipped |= {*files} - {*taken}
-    if unread := sorted(skipped - {*map(str, found.values())}):
+    if unread := sorted(path for path in skipped if os.path.realpath(path) not in found):
         say(
             f"note     {flag} {describe_paths(names)}: {len(found):,} files; skipped for their "
-            f"suffix: {describe_paths(unread)} (named by itself, a file is read)"
+            f"suffix: {describe_paths(unread)} (named by itself, a file or a linked folder is read)"
         )
     return list(found.values())
 
 
-def files_below(root: str, skipped_folders: Container[str] = ("__pycache__",)) -> Iterator[str]:
-    """Yield all files below `root`, sorted within a folder, without hidden files and folders, the
+def paths_below(root: str, skipped_folders: Container[str] = ("__pycache__",)) -> list[str]:
+    """Return all files below `root`, sorted within a folder, without hidden files and folders, the
     logs of our runs and our token cache.
 
-    Links to folders are followed. A folder to which several ways lead is searched once, so a loop
-    of links ends. Raises OSError for a folder that cannot be read.
+    Folders that are links or cannot be read are returned like files: they are not searched.
     """
-    searched = {str(CACHE_DIR)}
-    for folder, folders, names in os.walk(root, onerror=_raise_error, followlinks=True):
-        is_new = (real := os.path.realpath(folder)) not in searched
-        searched.add(real)
-        kept = (n for n in folders if is_new and n[0] != "." and n not in skipped_folders)
-        folders[:] = sorted(kept)
-        wanted = (n for n in names if n[0] != "." and not n.endswith(".metrics.jsonl"))
-        yield from (os.path.join(folder, name) for name in sorted(wanted) if is_new)
-
-
-def _raise_error(error: OSError) -> None:
-    raise error
+    found: list[str] = []
+    tree = os.walk(root, onerror=lambda error: found.append(error.filename))
+    for folder, folders, names in tree:
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name[0] != "."
+            and name not in skipped_folders
+            and os.path.realpath(os.path.join(folder, name)) != str(CACHE_DIR)
+        )
+        found += [
+            os.path.join(folder, name)
+            for name in sorted(names + links)
+            if name[0] != "." and not name.endswith(".metrics.jsonl")
+        ]
+    return found
 
 
 def describe_paths(names: Sequence[str]) -> str:
@@ -83,25 +90,19 @@ def describe_paths(names: Sequence[str]) -> str:
 
 def find_stdlib() -> list[Path]:
     """Return the .py files of the running interpreter's standard library: a corpus that exists on
-    every machine with Python. Raises DataError if the files are missing."""
-    root = sysconfig.get_paths()["stdlib"]
-    found = map(Path, files_below(root, SKIPPED_STDLIB_FOLDERS))
-    files = [path for path in found if path.suffix == ".py" and path.stat().st_size]
-    if sum(path.stat().st_size for path in files) < 1_000_000:
-        raise DataError(
-            f"--train-data: the built-in corpus, Python's standard library, is not in {root}; "
-            "name text files of your own"
-        )
-    return files
+    every machine with Python."""
+    return [
+        Path(path)
+        for path in paths_below(sysconfig.get_paths()["stdlib"], SKIPPED_STDLIB_FOLDERS)
+        if path.endswith(".py") and os.path.getsize(path)
+    ]
 
 
 def check_disjoint(train: Sequence[Path], val: Sequence[Path]) -> None:
-    """Raise DataError if a file for validation has the content of a file for training. Reads only
-    files whose size occurs in both lists."""
-    sizes = {path.stat().st_size for path in train} & {path.stat().st_size for path in val}
-    hashes = {hash_files([path]): path for path in train if path.stat().st_size in sizes}
+    """Raise DataError if a file for validation has the content of a file for training."""
+    paths = {hash_files([path]): path for path in train if val}
     for path in val:
-        if path.stat().st_size in sizes and (twin := hashes.get(hash_files([path]))):
+        if twin := paths.get(hash_files([path])):
             raise DataError(
                 f"--val-data {path}: the same content as {twin} of --train-data, so the validation "
                 "loss would not see overfitting; name other files"
@@ -109,10 +110,10 @@ def check_disjoint(train: Sequence[Path], val: Sequence[Path]) -> None:
 
 
 def hash_files(paths: Sequence[Path]) -> str:
-    """Return the SHA-256 (hex) of the files' contents."""
+    """Return the SHA-256 (hex) of the files' contents, one behind the other."""
     digest = hashlib.sha256()
     for path in paths:
-        with reading(path), open(path, "rb") as file:
+        with errors_as_data_errors(path), open(path, "rb") as file:
             while block := file.read(CHUNK):
                 digest.update(block)
     return digest.hexdigest()

@@ -21,9 +21,7 @@ from .files import Say, hash_files
 # Name of the file that describes a cache folder. Its hash proves that the folder is complete.
 META = "meta.json"
 # Part of every cache key. Increase it when a change of the code changes the cached files.
-CACHE_VERSION = 2
-Build = Callable[[Path], dict[str, Any]]  # new folder -> what meta.json says of its files
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CACHE_VERSION = 3
 
 
 @contextmanager
@@ -33,11 +31,10 @@ def os_errors_as_data_errors(cache_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        name = str(error.filename or cache_dir)
-        hint = "; MINIGPT_CACHE names another folder for the token cache"
         raise DataError(
-            f"{name}: {error.strerror or error}{hint * name.startswith(str(cache_dir))}",
-            exit_code=3 if error.errno in FULL_DISK else 2,
+            f"{error.filename or cache_dir}: {error.strerror or error}; MINIGPT_CACHE names "
+            "another folder for the token cache",
+            exit_code=3 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else 2,
         ) from error
 
 
@@ -49,14 +46,15 @@ def cache_key(paths: Sequence[Path], *settings: object) -> str:
     the file. Not found: other bytes behind equal size and times. That takes a failing disk, a clock
     that was set back, or two writes within one tick of a file system without ctime.
     """
-    stats = [path.stat() for path in paths]
-    sizes = [(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats]
-    names = [os.path.abspath(path) for path in paths]
-    content = json.dumps([CACHE_VERSION, names, sizes, *settings])
+    stats = [(os.path.abspath(path), path.stat()) for path in paths]
+    states = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
+    content = json.dumps([CACHE_VERSION, states, *settings])
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
-def load_or_build_folder(folder: Path, build: Build, say: Say) -> dict[str, Any]:
+def load_or_build_folder(
+    folder: Path, build: Callable[[Path], dict[str, Any]], say: Say
+) -> dict[str, Any]:
     """Return the meta.json of a cache folder, which is built if it is missing or damaged.
 
     `build(new)` writes the files to the temporary folder `new`, and returns what meta.json says of
@@ -68,7 +66,12 @@ def load_or_build_folder(folder: Path, build: Build, say: Say) -> dict[str, Any]
     """
     if meta := read_meta(folder):
         return meta
-    with locked(folder, say):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f".lock-{folder.name}"), "a") as lock:
+        with suppress(ImportError):  # (Windows has no flock: there several processes may build)
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock of a process that dies
         if meta := read_meta(folder):  # another process has built it by now
             return meta
         for left in folder.parent.glob(f".tmp-{folder.name}-*"):
@@ -79,40 +82,20 @@ def load_or_build_folder(folder: Path, build: Build, say: Say) -> dict[str, Any]
             meta = build(new)
             meta["sha256"] = hash_folder(new, meta)
             (new / META).write_text(json.dumps(meta, indent=2) + "\n")
-            if os.path.lexists(folder):
+            if folder.exists():
                 say(f"{folder} is incomplete, damaged or of an older version: built anew")
-                os.rename(folder, Path(temporary, "old"))  # (even if it is a file)
+                os.rename(folder, Path(temporary, "old"))
             os.rename(new, folder)
-        return meta
-
-
-@contextmanager
-def locked(folder: Path, say: Say) -> Iterator[None]:
-    """Lock a cache folder for its builder. The kernel releases the lock of a process that dies.
-    (Windows has no flock: there several processes may build at once.)"""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # (The mode is "a+", because "w" would block if the file is a pipe.)
-    with open(folder.with_name(f".lock-{folder.name}"), "a+") as file:
-        with suppress(ImportError):
-            import fcntl
-
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                say(f"waiting for the process that builds {folder}")
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    return meta
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
     """Return a cache folder's meta.json, or None if a file of the folder has changed since it was
     written. Reads all files of the folder: about a second per GB."""
-    # A damaged meta.json may raise any of these errors, and may be a pipe, which would block.
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-        if (folder / META).is_file():
-            meta: dict[str, Any] = json.loads((folder / META).read_bytes())
-            if meta["sha256"] == hash_folder(folder, meta):
-                return meta
+        meta: dict[str, Any] = json.loads((folder / META).read_bytes())
+        if meta["sha256"] == hash_folder(folder, meta):
+            return meta
     return None
 
 

@@ -13,7 +13,6 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 import regex
 import tiktoken
 
-from .errors import DataError
+from .errors import DataError, errors_as_data_errors
 
 EOT_TEXT = "<|endoftext|>"
 # GPT-2's pattern. A word is a run of letters, of digits or of punctuation, and includes ONE space
@@ -31,20 +30,6 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 # `train_bpe` puts a MARK, which is above every id, in place of a pair that it merges.
 MARK = chr(sys.maxunicode)
 PAIRS_AT_MARKS = re.compile(f"(?s)(?=(.{MARK}|{MARK}.))")  # also those that overlap
-
-
-@contextmanager
-def errors_as_data_errors(path: Path, kind: str) -> Iterator[None]:
-    """Convert every error of a parser to a DataError of one line that names `path`. `kind`: of file
-    that the parser expects."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from None
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
-    except Exception:  # a damaged file makes parsers raise many kinds of errors
-        raise DataError(f"{path} is no {kind}, or is damaged") from None
 
 
 class Tokenizer:
@@ -72,24 +57,23 @@ class Tokenizer:
         self._bytes = {rank: token for token, rank in ranks.items()} | {
             rank: text.encode() for text, rank in special.items()
         }
-        if not all(bytes([byte]) in ranks for byte in range(256)):
-            raise DataError("no byte-level BPE: not every byte has an id")
-        is_unique = len(self._bytes) == len(ranks) + len(special)  # (else tiktoken would panic)
-        if not is_unique or not all(0 <= rank < 2**20 for rank in self._bytes):
-            raise DataError("two tokens have the same id, or an id is below 0 or above a million")
+        if (
+            len(self._bytes) < len(ranks) + len(special)  # (tiktoken would panic)
+            or not all(0 <= rank < 2**20 for rank in self._bytes)
+            or not all(bytes([byte]) in ranks for byte in range(256))
+        ):
+            raise DataError(
+                "no byte-level BPE: a byte has no id, two tokens have the same id, or an id is "
+                "below 0 or above a million"
+            )
         self._encoding = tiktoken.Encoding(
             name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
         )
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of `text`, uint32 (n,). "<|endoftext|>" in it is plain text."""
-        # Text from JSON may have lone surrogates. UTF-8 cannot encode them: replace them by "?".
-        text = text.encode("utf-8", "replace").decode()
-        try:
-            return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except ValueError:  # tiktoken's regex engine fails on a million spaces in a row
-            half = len(text) // 2
-            return np.concatenate([self.encode(text[:half]), self.encode(text[half:])])
+        """Return the ids of `text`, uint32 (n,). "<|endoftext|>" in it is plain text. (Text from
+        JSON may have lone surrogates, which UTF-8 does not have: they become U+FFFD.)"""
+        return np.array(self._encoding.encode_ordinary(text), np.uint32)
 
     def encode_documents(
         self, documents: Iterable[Iterable[str]], count: Counter[str]
@@ -97,13 +81,11 @@ class Tokenizer:
         """Yield the ids of documents, which are given in chunks of text, with the id of
         <|endoftext|> before each document.
 
-        A document without text, or with white space alone, is left out. `count` gets the numbers of
-        "documents" and of those that are "empty".
+        A document whose first chunk has no text, or white space alone, is left out. `count` gets
+        the numbers of "documents" and of those that are "empty".
         """
         for chunks in map(iter, documents):
-            head = ""
-            while not head.strip() and (chunk := next(chunks, None)) is not None:
-                head += chunk
+            head = next(chunks)
             count["documents" if head.strip() else "empty"] += 1
             if head.strip():
                 yield np.array([self.eot_id], np.uint32)
@@ -118,9 +100,8 @@ class Tokenizer:
     def byte_lengths(self) -> np.ndarray:
         """Return the number of bytes of text behind each id, int64 (vocab_size,); 0 for special
         tokens."""
-        lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        lengths[list(self.ranks.values())] = [*map(len, self.ranks)]
-        return lengths
+        lengths = {rank: len(token) for token, rank in self.ranks.items()}
+        return np.array([lengths.get(number, 0) for number in range(self.vocab_size)])
 
     def state(self) -> dict[str, Any]:
         """Return all that `from_state` needs, in types that torch.load reads with
@@ -134,15 +115,15 @@ class Tokenizer:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Tokenizer":
-        """Rebuild a tokenizer without a file or the network. Raises DataError if `state` is
-        damaged."""
-        try:
-            if state["name"] == NumberTokenizer.name:
-                return NumberTokenizer(state["vocab_size"])
-            ranks = parse_ranks(state["ranks"].encode())
-            return cls(state["name"], ranks, state["pattern"], state["special_tokens"])
-        except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise DataError("a tokenizer that no run has saved: is the file damaged?") from error
+        """Rebuild a tokenizer without a file or the network."""
+        if state["name"] == NumberTokenizer.name:
+            return NumberTokenizer(state["vocab_size"])
+        return cls(
+            state["name"],
+            parse_ranks(state["ranks"].encode()),
+            state["pattern"],
+            state["special_tokens"],
+        )
 
 
 class NumberTokenizer(Tokenizer):
@@ -157,9 +138,9 @@ class NumberTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Return the numbers in `text`: uint32 (n,). Raises DataError for a word that is no id."""
-        ids = range(self.vocab_size)
         try:
-            return np.array([ids.index(int(word)) for word in text.split()], dtype=np.uint32)
+            ids = map(range(self.vocab_size).index, map(int, text.split()))
+            return np.array([*ids], np.uint32)
         except ValueError:
             raise DataError(
                 f"the toy tokenizer reads numbers from 0 to {self.vocab_size - 1}"
@@ -192,24 +173,20 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
         for pair in pairwise(word):
             pair_counts[pair] += word_frequencies[index]
             words_with[pair].add(index)
-    tokens = [bytes([byte]) for byte in range(256)]
-    ranks = {token: rank for rank, token in enumerate(tokens)}
+    tokens = {chr(byte): bytes([byte]) for byte in range(256)}
+    ranks = {bytes([byte]): byte for byte in range(256)}
     heap = sorted((-count, pair) for pair, count in pair_counts.items())
     while heap and len(ranks) < vocab_size - 1:
         count, pair = heapq.heappop(heap)
-        if -count != pair_counts[pair]:  # an outdated entry: queue it again with the current count
-            heapq.heappush(heap, (-pair_counts[pair], pair))
+        if -count != pair_counts[pair] or pair_counts[pair] < 2:  # an outdated entry, or the end
             continue
-        if pair_counts[pair] < 2:
-            break
         left, right = pair
-        token = tokens[ord(left)] + tokens[ord(right)]
+        token = tokens[left] + tokens[right]
         # Two different pairs can join to the same bytes. Both pairs then get the same id. With two
         # ids for the same bytes, `ranks` would have no token for the first id.
         merged = chr(ranks.setdefault(token, len(ranks)))
-        if ord(merged) == len(tokens):
-            tokens.append(token)
-        new_pairs: set[tuple[str, str]] = set()
+        tokens[merged] = token
+        changed = {pair}
         for index in words_with.pop(pair):
             marked = words[index].replace(left + right, MARK)
             # Update only the pairs at the merged tokens: to count all pairs of a word of a million
@@ -220,11 +197,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
                 pair_counts[old_pair] -= n * word_frequencies[index]
                 pair_counts[new_pair] += n * word_frequencies[index]
                 words_with[new_pair].add(index)
-                new_pairs.add(new_pair)
+                changed |= {old_pair, new_pair}
             words[index] = marked.replace(MARK, merged)
         pair_counts[pair] = 0
-        for new_pair in new_pairs:
-            heapq.heappush(heap, (-pair_counts[new_pair], new_pair))
+        for pair in changed:
+            heapq.heappush(heap, (-pair_counts[pair], pair))
     return ranks
 
 
@@ -241,11 +218,8 @@ def parse_ranks(content: bytes) -> dict[bytes, int]:
     tiktoken's own loader caches a local file by its path, without a hash, and so returns the old
     ranks of a file that has changed.
     """
-    pairs = [line.split() for line in content.splitlines() if line.strip()]
-    ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    if len(ranks) < len(pairs):
-        raise DataError("a token stands there twice")
-    return ranks
+    lines = (line.split() for line in content.splitlines() if line.strip())
+    return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -259,23 +233,15 @@ def load_tokenizer(name: str) -> Tokenizer:
         return Tokenizer("byte", {bytes([byte]): byte for byte in range(256)})
     if name.lower().endswith(".tiktoken"):
         with errors_as_data_errors(Path(name), ".tiktoken file"):
-            if Path(name).exists() and not Path(name).is_file():  # a pipe would block
-                raise DataError("not a regular file")
             return Tokenizer(name, parse_ranks(Path(name).read_bytes()))
-    known = sorted(tiktoken.list_encoding_names())
-    if name not in known:
-        raise DataError(
-            f"--tokenizer-name {name}: unknown; choose bpe, byte, FILE.tiktoken, {', '.join(known)}"
-        )
     try:
         encoding = tiktoken.get_encoding(name)
-    except (OSError, ValueError) as error:  # of a download (requests' errors are OSErrors)
+    except (OSError, ValueError) as error:  # (requests' errors are OSErrors)
         raise DataError(
-            f"--tokenizer-name {name}: its vocabulary is not on this machine and the download "
-            f"failed ({type(error).__name__}): set TIKTOKEN_CACHE_DIR to a folder that has it, or "
-            "use --tokenizer-name bpe or --tokenizer-name byte"
+            f"--tokenizer-name {name}: its vocabulary is unknown to tiktoken, or is not on this "
+            f"machine and cannot be downloaded ({type(error).__name__}): set TIKTOKEN_CACHE_DIR to "
+            "a folder that has it, or choose byte, FILE.tiktoken or, for text, bpe"
         ) from None
     # tiktoken's documentation uses these three private attributes to extend an encoding.
-    special = dict(encoding._special_tokens)
-    special.setdefault(EOT_TEXT, encoding.max_token_value + 1)
+    special = {EOT_TEXT: encoding.max_token_value + 1} | encoding._special_tokens
     return Tokenizer(name, encoding._mergeable_ranks, encoding._pat_str, special)

@@ -3,7 +3,7 @@
 No technique changes a result, except for the rounding of chunks (`loss_chunks`, `mlp_chunks`).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -73,23 +73,15 @@ class MemorySavingGPT(MiniGPT):
         how = self.config.loss_chunks, self.device_type or x.device.type, self.compiled_softmax
         return chunked_head_loss(x, weight, labels, *how)
 
-    def blocks_with_recompute(self) -> Iterable[tuple[Callable[..., Tensor], bool]]:
-        """Return (function, whether `forward` checkpoints it) for each block or group, in order, as
-        `config.recompute` says. Evaluation recomputes nothing."""
-        config = self.config
+    def blocks_with_recompute(self) -> Iterator[tuple[Callable[..., Tensor], bool]]:
+        """Yield (function, whether `forward` checkpoints it) for each block or group, in order, as
+        `config.recompute` says. Evaluation recomputes nothing, but has the MLP in chunks, too."""
+        config, blocks, offload = self.config, iter(self.blocks), Offload(self.offload_pool)
         # If torch's checkpoint ignores the RNG, use `activation_checkpoint` instead.
         loses_rng = config.dropout > 0 and checkpoint_loses_rng(self.token_embedding.weight.device)
-        plain = config.recompute in ("none", "full") and config.mlp_chunks == 1 and not loses_rng
-        if self.shard is None and (plain or not self.training):
-            return super().blocks_with_recompute()
-        return self.iter_block_calls(loses_rng)
-
-    def iter_block_calls(self, loses_rng: bool) -> Iterator[tuple[Callable[..., Tensor], bool]]:
-        """Yield what `blocks_with_recompute` returns. `loses_rng`: see there."""
-        config, blocks, offload = self.config, iter(self.blocks), Offload(self.offload_pool)
-        plan = recompute_plan_of_config(
-            config if self.training else replace(config, recompute="none")
-        )
+        if not self.training:  # no autograd: what is named here only decides what is cut in chunks
+            config = replace(config, recompute="none" if config.mlp_chunks == 1 else "mlp")
+        plan = recompute_plan_of_config(config)
         try:
             for i, (policy, size) in enumerate(plan.group_policies_and_sizes):
                 group, is_full = list(islice(blocks, size)), policy == "full"

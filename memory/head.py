@@ -13,7 +13,6 @@ slice, C channels, V vocabulary size.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -32,19 +31,9 @@ VOCAB_MULTIPLE = 64  # tensor cores are faster if a row of logits has a multiple
 # The number of rows of a slice is a multiple of this. So each float32 slice begins at a multiple of
 # 16 bytes. Compiled code expects this alignment, and would copy a slice without it.
 SLICE_ROWS_MULTIPLE = 4
-
-
-def parse_release(version: str) -> tuple[int, ...]:
-    """Return the release of a torch build as (major, minor): "2.11.0a0+cu130" -> (2, 11).
-
-    (torch.__version__ >= "2.11" is False for this build, because 2.11.0a0 is older than 2.11.)
-    """
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
-
-
-# True if torch.addmm can add a low-precision matmul to a float32 matrix (`out_dtype`). This needs
-# torch 2.11 (pytorch#167931), and does not work on AMD's GPUs.
-HAS_ADDMM_OUT_DTYPE = parse_release(torch.__version__) >= (2, 11) and torch.version.hip is None
+# True if torch.addmm can add a low-precision matmul to a float32 matrix (`out_dtype`,
+# pytorch#167931). This does not work on AMD's GPUs.
+HAS_ADDMM_OUT_DTYPE = torch.version.hip is None
 TargetLogProbFn = Callable[..., Tensor]  # `target_log_prob_`, eager or compiled
 
 

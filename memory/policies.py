@@ -35,7 +35,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import cache, partial
-from inspect import isfunction, signature
+from inspect import ismethod, signature
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -96,12 +96,12 @@ def with_replayed_rng(run: Callable) -> Callable:
     """
     start = SavedRNGState()
 
-    def replayable(x: Tensor, *more: Any) -> Any:
+    def replayable(x: Tensor, *more: Any, **named: Any) -> Any:
         is_replay, current = start.state is not None, SavedRNGState()
         current(x.device)
         start(x.device)
         try:
-            return run(x, *more)
+            return run(x, *more, **named)
         finally:
             if is_replay:
                 current(x.device)
@@ -116,9 +116,9 @@ CHUNK_MULTIPLE = 64  # tokens; the length of each chunk except the last is a mul
 
 # A policy runs a model.Block, x (B, T, C) -> (B, T, C), on a `View` of the block, with
 # activation checkpoints around some of its methods. All arithmetic is that of model.py.
-# `block(x, policy=cheap)` calls `cheap` inside the block's forward. So everything that wraps a
-# block's forward (sharding of weights, a compiler) works with every policy. `more`: the other
-# arguments of the block's forward.
+# `block(x, ..., policy=p)` calls p inside the block's forward, so everything that wraps a block's
+# forward (sharding of weights, a compiler) works with every policy. `run_policy` binds the other
+# arguments of that call to the view, so a policy cannot lose one.
 #
 # `chunk_sizes` maps the number of tokens of a sequence to the numbers of tokens of its chunks.
 # Backward recomputes the MLP half chunk by chunk. None: the sequence is one chunk.
@@ -130,21 +130,40 @@ class View:
 
     A view's methods are those of the module's class, with the view as `self`. So a method that uses
     `self.name` gets the replacement of `name`, or else the module's own. A call of the view runs
-    `forward`, without the module's hooks. A view of a view has the replacements of both.
+    `forward`, without the module's hooks, and adds the arguments `more` and `named`. A view of a
+    view has the replacements and the arguments of both.
     """
 
-    module: Any = None  # (torch.compile looks up attributes before __init__ has run)
+    # (torch.compile looks up attributes before __init__ has run.)
+    module: Any = None
+    replaced: dict[str, Any] = {}
 
-    def __init__(self, module: Any, **replaced: Any):
-        inherited = vars(module) if isinstance(module, View) else {"module": module}
-        vars(self).update(inherited | replaced)
+    def __init__(self, module: Any, more: tuple = (), named: Any = None, **replaced: Any):
+        self.more, self.named = more, named or {}
+        if isinstance(module, View):
+            self.more, self.named = module.more + self.more, {**module.named, **self.named}
+            replaced = {**module.replaced, **replaced}
+            module = module.module
+        self.module, self.replaced = module, replaced
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.module)  # for `super()` in a method of a subclass
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(type(self.module), name, None)
-        return partial(method, self) if isfunction(method) else getattr(self.module, name)
+        if name in self.replaced:
+            return self.replaced[name]
+        value = getattr(self.module, name)
+        is_method = ismethod(value) and value.__self__ is self.module  # (not of the class)
+        return partial(value.__func__, self) if is_method else value
 
-    def __call__(self, *inputs: Any) -> Any:
-        return self.forward(*inputs)
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self.forward(*inputs, *self.more, **named, **self.named)
+
+
+def run_policy(policy: Callable, block: Any, x: Tensor, *more: Any, **named: Any) -> Tensor:
+    """Run a block under `policy`. `more`, `named`: the other arguments of the block's forward."""
+    return policy(View(block, more=more, named=named), x)
 
 
 class Deferred(NamedTuple):
@@ -164,16 +183,16 @@ def in_checkpoint(
 ) -> Callable:
     """Return `layer` in an activation checkpoint, together with a layer that is deferred."""
 
-    def run(x: Any, *more: Any) -> Any:
+    def run(x: Any, *more: Any, **named: Any) -> Any:
         if isinstance(x, Deferred):
-            both = lambda first, *more: layer(x.run(first), *more)  # noqa: E731
-            return checkpoint(both, x.x, *more, **options)
-        return checkpoint(layer, x, *more, **options)
+            both = lambda first, *more, **named: layer(x.run(first), *more, **named)  # noqa: E731
+            return checkpoint(both, x.x, *more, **named, **options)
+        return checkpoint(layer, x, *more, **named, **options)
 
     return run
 
 
-def cheap(block: Any, x: Tensor, *more: Any) -> Tensor:
+def cheap(block: Any, x: Tensor) -> Tensor:
     """Recompute the LayerNorms and GELU, but no matmul.
 
     Megatron-LM calls this output-discarding recompute. In llm.c it is the flag -r 2.
@@ -191,12 +210,12 @@ def cheap(block: Any, x: Tensor, *more: Any) -> Tensor:
         ln_2=defer(block.ln_2),
         mlp=View(mlp, up_project=up, down_project=down),
     )
-    return View(block, attention=halves.attention, feed_forward=halves.feed_forward)(x, *more)
+    return View(block, attention=halves.attention, feed_forward=halves.feed_forward)(x)
 
 
-def recompute_mlp(block: Any, x: Tensor, *more: Any, chunk_sizes: ChunkSizesFn = None) -> Tensor:
+def recompute_mlp(block: Any, x: Tensor, chunk_sizes: ChunkSizesFn = None) -> Tensor:
     """Recompute the MLP half, like --recompute-modules mlp of Megatron-LM."""
-    return View(block, feed_forward=checkpointed_mlp(block, chunk_sizes))(x, *more)
+    return View(block, feed_forward=checkpointed_mlp(block, chunk_sizes))(x)
 
 
 def checkpointed_mlp(block: Any, chunk_sizes: ChunkSizesFn) -> Callable[[Tensor], Tensor]:
@@ -214,18 +233,13 @@ def checkpointed_mlp(block: Any, chunk_sizes: ChunkSizesFn) -> Callable[[Tensor]
     Autocast's cache of weights must be off. Otherwise all chunks would share one low-precision copy
     of a weight, and autograd would sum their gradients in that precision.
     """
-    chunk = partial(activation_checkpoint, block.feed_forward, has_dropout=False)
-    return lambda x: map_chunks(chunk, x, chunk_sizes(x.size(1)) if chunk_sizes else [x.size(1)])
+    half = partial(activation_checkpoint, block.feed_forward, has_dropout=False)
 
+    def in_chunks(x: Tensor) -> Tensor:
+        sizes = chunk_sizes(x.size(1)) if chunk_sizes else []
+        return torch.cat([half(part) for part in x.split(sizes, 1)], 1) if sizes[1:] else half(x)
 
-def map_chunks(run: Callable[[Tensor], Tensor], x: Tensor, sizes: list[int]) -> Tensor:
-    """Apply `run` to chunks of x (B, T, C) along T; return the joined results, (B, T, C).
-
-    `sizes`: number of tokens of each chunk.
-    """
-    if len(sizes) == 1:
-        return run(x)
-    return torch.cat([run(part) for part in x.split(sizes, dim=1)], dim=1)
+    return in_chunks
 
 
 def sizes_of_chunks(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
@@ -242,32 +256,47 @@ def sizes_of_chunks(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
     return [size] * before_last + [n_tokens - size * before_last]
 
 
-def recompute_attention(block: Any, x: Tensor, *more: Any) -> Tensor:
+def recompute_attention(block: Any, x: Tensor) -> Tensor:
     """Recompute the attention half. (--recompute-modules core_attn of Megatron-LM keeps qkv.)"""
-    checkpointed = partial(in_checkpoint, has_dropout=block_has_dropout(block))
-    if not torch.compiler.is_compiling():
-        return View(block, attention=checkpointed(block.attention))(x, *more)
-    # torch.compile has no early stop. If c_proj were in the checkpoint, compiled code would repeat
-    # c_proj to recompute x2. (`attend` gets the deferred ln_1, and runs qkv itself.)
-    attend = checkpointed(lambda x, *more: block.attn.attend(block.attn.qkv(x), *more))
-    attn = View(block.attn, qkv=lambda x: x, attend=attend)
-    half = View(block, ln_1=defer(block.ln_1), attn=attn)
-    return View(block, attention=half.attention)(x, *more)
+    half = partial(activation_checkpoint, block.attention, has_dropout=block_has_dropout(block))
+    return View(block, attention=half)(x)
 
 
-def keep_qkv_and_attention(block: Any, x: Tensor, *more: Any) -> Tensor:
+def keep_qkv_and_attention(block: Any, x: Tensor) -> Tensor:
     """Keep x, qkv and attention's result. Recompute LayerNorms, attn.c_proj and the MLP half."""
     half = partial(View, block, ln_1=defer(block.ln_1))
     # The attention half without c_proj.
     qkv = in_checkpoint(block.attn.qkv, checkpoint_to_matmul)
-    attended = half(attn=View(block.attn, qkv=qkv, c_proj=lambda y: y)).attention(x)
+    without_c_proj = half(attn=View(block.attn, qkv=qkv, c_proj=lambda y: y)).attention
+    inputs, named = arguments_of_attention(block, x)
+    attended = without_c_proj(*inputs, **named)
 
     def rest(x: Tensor, attended: Tensor) -> Tensor:
         # The attention half with a known result: only c_proj runs, neither ln_1 nor qkv.
-        known = View(block.attn, qkv=lambda x: None, attend=lambda *_: attended)
-        return View(block, attention=half(attn=known).attention)(x, *more)
+        known = View(block.attn, qkv=lambda x: None, attend=lambda *_, **__: attended)
+        return View(block, attention=half(attn=known).attention)(x)
 
     return activation_checkpoint(rest, x, attended, has_dropout=block_has_dropout(block))
+
+
+class Reached(Exception):
+    """Ends a forward at the call of attention."""
+
+
+def arguments_of_attention(block: Any, x: Tensor) -> tuple[tuple, dict[str, Any]]:
+    """Run a block's forward until it calls `attention`. Return the arguments of that call."""
+    found: Any = None
+
+    def stop(*inputs: Any, **named: Any) -> Tensor:
+        nonlocal found
+        found = inputs, named
+        raise Reached
+
+    try:
+        View(block, attention=stop)(x)
+    except Reached:
+        pass
+    return found
 
 
 # A *selective checkpoint* around a whole block keeps x and the results of the operators that a list
@@ -302,8 +331,9 @@ def keep_results_of(operators: list) -> Callable[..., Tensor]:
     """Return a policy that keeps x and the results of `operators`, and recomputes the rest."""
     contexts = partial(create_selective_checkpoint_contexts, operators)
 
-    def run(block: Any, x: Tensor, *more: Any, chunk_sizes: ChunkSizesFn = None) -> Tensor:
-        has_dropout, halves = block_has_dropout(block), {}
+    def run(block: Any, x: Tensor, chunk_sizes: ChunkSizesFn = None) -> Tensor:
+        has_dropout = block_has_dropout(block)
+        halves: dict[str, Any] = {}
         # (Compiled code does not need this: there each random operator has its own RNG state.)
         if has_dropout and not torch.compiler.is_compiling():
             halves["attention"] = with_same_rng_after_attention(block.attention)
@@ -311,7 +341,7 @@ def keep_results_of(operators: list) -> Callable[..., Tensor]:
             halves["feed_forward"] = checkpointed_mlp(block, chunk_sizes)
         view = View(block, **halves)
         return activation_checkpoint(
-            view, x, *more, has_dropout=has_dropout, context_fn=contexts, **HIDE_FROM_HOOKS_KWARGS
+            view, x, has_dropout=has_dropout, context_fn=contexts, **HIDE_FROM_HOOKS_KWARGS
         )
 
     return run
@@ -326,15 +356,15 @@ def with_same_rng_after_attention(attention: Callable[..., Tensor]) -> Callable[
     """
     behind_attention = SavedRNGState()
 
-    def marked(x: Tensor, *more: Any) -> Tensor:
-        attended = attention(x, *more)
+    def marked(x: Tensor, *more: Any, **named: Any) -> Tensor:
+        attended = attention(x, *more, **named)
         behind_attention(x.device)
         return attended
 
     return marked
 
 
-def checkpoint_to_matmul(run: Callable, x: Tensor, *more: Any) -> Tensor:
+def checkpoint_to_matmul(run: Callable, x: Tensor, *more: Any, **named: Any) -> Tensor:
     """Checkpoint `run`, which ends in a linear layer. The operator after `run` may save its result.
 
     Early stop leaves the layer out of recomputation. torch.compile has no early stop: it would drop
@@ -343,7 +373,7 @@ def checkpoint_to_matmul(run: Callable, x: Tensor, *more: Any) -> Tensor:
     compiled = torch.compiler.is_compiling()
     contexts = partial(create_selective_checkpoint_contexts, MATMUL_OPS)
     return activation_checkpoint(
-        run, x, *more, has_dropout=False, **({"context_fn": contexts} if compiled else {})
+        run, x, *more, has_dropout=False, **named, **({"context_fn": contexts} if compiled else {})
     )
 
 
@@ -362,7 +392,7 @@ class Policy(NamedTuple):
 
     saved_tensor_names: str  # names of the tensors that a block keeps
     description: str  # text for users: what is kept or done again
-    forward: Callable[..., Tensor] | None = None  # (block, x, *more) -> result; None: block(x)
+    forward: Callable[..., Tensor] | None = None  # (block, x) -> result; None: block(x)
     # Decides operator by operator and thus keeps attention's result only if attention is one fused
     # operator.
     needs_fused_attention: bool = False
@@ -490,30 +520,29 @@ def format_recompute_plan(recompute: RecomputePlan) -> str:
 def make_policy_function(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tensor] | None:
     """Return the function for `block(x, policy=...)`. None: call `block(x)` without a policy."""
     entry = POLICIES[policy]
-    if not entry.supports_mlp_chunks or mlp_chunks == 1:
-        return entry.forward
-    return partial(
-        entry.forward or recompute_mlp,
-        chunk_sizes=partial(sizes_of_chunks, d_ff=d_ff, n_chunks=mlp_chunks),
-    )
+    run = entry.forward
+    if entry.supports_mlp_chunks and mlp_chunks != 1:
+        chunk_sizes = partial(sizes_of_chunks, d_ff=d_ff, n_chunks=mlp_chunks)
+        run = partial(run or recompute_mlp, chunk_sizes=chunk_sizes)
+    return run and partial(run_policy, run)
 
 
 def run_group_as_one_block(
-    blocks: list, nested: bool, x: Tensor, *more: Any, policy: Callable | None = None
+    blocks: list, nested: bool, x: Tensor, *more: Any, **named: Any
 ) -> Tensor:
     """Run a group of K blocks, x (B, T, C) -> (B, T, C); MiniGPT.forward calls it like one block.
 
     A checkpoint is around the group. When it recomputes, the tensors of all K blocks exist at once.
-    `more`: other arguments of each block. `nested`: each block also has a checkpoint of its own.
-    Then the group's recomputation keeps only the inputs of its blocks, and backward recomputes one
-    block at a time.
+    `more`, `named`: other arguments of each block's call. `nested`: each block also has a
+    checkpoint of its own. Then the group's recomputation keeps only the inputs of its blocks, and
+    backward recomputes one block at a time.
 
     With L blocks, `full` keeps L inputs. Nested groups keep L / K inputs in forward and K more in
     backward. The sum is least for K = sqrt(L) (Chen et al., 2016, arXiv 1604.06174). Nested groups
     repeat (K - 1) / K of a forward more than `full`: a group runs again without its last block.
     """
     for block in blocks:
-        run = partial(block, policy=policy) if policy else block
+        run = partial(block, **named)
         x = (
             activation_checkpoint(run, x, *more, has_dropout=block_has_dropout(block))
             if nested

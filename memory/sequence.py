@@ -58,18 +58,21 @@ class SequenceShard:
         return sum(self.tokens[: self.rank])
 
     def run_block(
-        self, block: Any, x: Tensor, *more: Any, policy: Callable | None = None
+        self, block: Any, x: Tensor, *more: Any, policy: Callable | None = None, **named: Any
     ) -> Tensor:
         """Run a model.Block under `policy` (None: no policy), with all-to-alls around attention."""
         attn = View(block.attn, attend=partial(self.attend, block.attn.attend))
         view = View(block, attn=attn)
-        return policy(view, x, *more) if policy else view(x, *more)
+        return policy(view, x, *more, **named) if policy else view(x, *more, **named)
 
-    def attend(self, attend: Callable[..., Tensor], qkv: Tensor, kv_cache: Any = None) -> Tensor:
+    def attend(
+        self, attend: Callable[..., Tensor], qkv: Tensor, *more: Any, **named: Any
+    ) -> Tensor:
         """Run `attend` on all T tokens of this rank's heads: (B, t, 3C) -> (B, t, C)."""
         if not self.tokens:
-            return attend(qkv, kv_cache)
-        y = attend(WithBackward.apply(qkv, partial(self.to_heads, 3), partial(self.to_tokens, 3)))
+            return attend(qkv, *more, **named)
+        qkv = WithBackward.apply(qkv, partial(self.to_heads, 3), partial(self.to_tokens, 3))
+        y = attend(qkv, *more, **named)
         return WithBackward.apply(y, partial(self.to_tokens, 1), partial(self.to_heads, 1))
 
     def to_heads(self, n: int, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ A prediction needs no GPU, and almost no memory.
 
 step.py         simulate one step of MiniGPT (read this file first)
 any_model.py    simulate one step of any other model, with `plan_step`
+simulate.py     run forward and backward of any model on fake tensors, for both
 layout.py       say which processes of a run share what
 op_recorder.py  record the operators and storages of a step; all results come from this record
 timeline.py     split the record into segments, such as the forward of one block; for each operator,
@@ -27,5 +28,6 @@ from .cards import CARDS
 from .layout import Layout
 from .op_recorder import kept_for_backward
 from .roofline import Card, this_machine
-from .step import PlanError, Planner
+from .simulate import PlanError
+from .step import Planner
 from .timeline import KINDS, StepMemory

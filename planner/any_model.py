@@ -7,6 +7,7 @@ that fits.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any, cast
@@ -19,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from .operators import EMPTY, MATMUL_DTYPES
-from .step import (
+from .simulate import (
     PlanError,
     forward_and_backward,
     label_existing_storages,
+    phase_hooks,
     plan_errors,
     recording_simulated_ops,
-    register_phase_hooks,
 )
 from .timeline import StepMemory, split_into_segments
 
@@ -134,36 +135,29 @@ def simulate_step_memory(
         raise PlanError("model: none of its weights is trained")
     with fake:
         optimizer = make_optimizer(trained)
-        updated = [weight for group in optimizer.param_groups for weight in group["params"]]
-        if not {*map(id, updated)} <= {*map(id, trained)}:
-            raise PlanError("optimizer: make it of the parameters that it is given")
-        for group in [g for g in optimizer.param_groups if g.get("foreach", 0) is None]:
-            # Set torch's default for the planned device. (torch itself would choose the default for
-            # a CPU, because these tensors are on a CPU.)
-            group["foreach"] = device_type == "cuda" and not group.get("fused")
-        # A first step makes the optimizer's state, of the weights that get a gradient.
-        with torch.autocast("cpu", precision, precision != torch.float32):
-            loss = loss_in(model(*args, **kwargs))
-        loss.backward()
-        del loss
-        if any(weight.grad is not None and weight.grad.is_sparse for weight in trained):
-            raise PlanError("model: a sparse gradient, of a size that only real data tell")
-        with plan_errors("optimizer"):
-            optimizer.step()
+    updated = [weight for group in optimizer.param_groups for weight in group["params"]]
+    if not {*map(id, updated)} <= {*map(id, trained)}:
+        raise PlanError("optimizer: make it of the parameters that it is given")
+    for group in [g for g in optimizer.param_groups if g.get("foreach", 0) is None]:
+        # Set torch's default for the planned device. (torch itself would choose the default for
+        # a CPU, because these tensors are on a CPU.)
+        group["foreach"] = device_type == "cuda" and not group.get("fused")
+    for _ in range(2):  # the first step makes the optimizer's state, the second is the result
+        with (
+            recording_simulated_ops(device_type, fake) as log,
+            phase_hooks(blocks, blocks[-1], log) if blocks else nullcontext(),
+        ):
+            for tensor, name in names.items():
+                log.label_storage(tensor, "parameters", name)  # also buffers and frozen weights
+            label_existing_storages(log, names, optimizer, {})
+            for tensor in filter(torch.is_tensor, tree_leaves(batch)):
+                log.label_storage(tensor, "activations", "batch")
+            forward_and_backward(log, lambda: loss_in(model(*args, **kwargs)), precision, True)
+            label_existing_storages(log, names, optimizer, {})
+            log.enter_phase("optimizer")
+            with plan_errors("optimizer"):
+                optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    with recording_simulated_ops(device_type, fake) as log:
-        if blocks:
-            register_phase_hooks(blocks, blocks[-1], log)
-        for tensor, name in names.items():
-            log.label_storage(tensor, "parameters", name)  # also buffers and frozen weights
-        label_existing_storages(log, names, optimizer, {})
-        for tensor in filter(torch.is_tensor, tree_leaves(batch)):
-            log.label_storage(tensor, "activations", "batch")
-        forward_and_backward(log, lambda: loss_in(model(*args, **kwargs)), precision, True)
-        label_existing_storages(log, names, optimizer, {})
-        log.enter_phase("optimizer")
-        with plan_errors("optimizer"):
-            optimizer.step()
     return StepMemory(None, 0, 0, [(segment, 0) for segment in split_into_segments(log)])
 
 

@@ -35,7 +35,7 @@ def largest_batch(
     outside, heads = [], []
     for step in (one, two):
         head_ops = step.phase_slice("head")
-        padding = (step.host_bytes - sum(step.offloaded_sizes)) * on_cpu
+        padding = sum(pinned - size for size, pinned in step.offloaded_sizes) * on_cpu
         # Until the update, ids and labels of a single sequence are two views of T + 1 tokens.
         shared = 8 * (step.seq_len - 1) * (step.batch_size == 1)
         heads.append(step.bytes_by_op[head_ops].max() + shared - padding - head(step.batch_size))

@@ -113,8 +113,9 @@ class OpRecorder(TorchDispatchMode):
         self.loop_has_ops = False
         # Gradients of earlier micro-batches, which do not exist in the first micro-batch.
         self.gradient_sums: set[Storage] = set()
-        # For each tensor that offload copies out: its bytes, and the phase mark at the copy.
-        self.offloaded_tensors: list[tuple[int, PhaseMark]] = []
+        # For each tensor that offload copies out: (its bytes, the bytes of CPU memory for it), and
+        # the phase mark at the copy.
+        self.offloaded_tensors: list[tuple[tuple[int, int], PhaseMark]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -292,27 +293,34 @@ class CallSiteTracker:
     So in forward the tracker stores a call site for each sequence number, and in backward it looks
     up this call site. (The tracker does not search the local variables of the stack's frames for
     modules. Such a search would keep tensors alive that are about to be freed.)
+
+    Args:
+        model: the model that runs.
+        blocks: name of the list of blocks in `model`, such as "blocks" or "transformer.h".
+        sources: the files and folders whose lines are recorded.
     """
 
-    def __init__(self, model: nn.Module):
-        # Operators of Attention and MLP, which are no layers, count as operators of the block:
-        # policies run these modules' methods without their hooks.
+    def __init__(self, model: nn.Module, blocks: str, sources: tuple[Path, ...]):
+        self.blocks, self.sources = blocks, sources
+        # Operators of modules that are no layers, such as an MLP in a block, count as operators of
+        # the block: policies run these modules' methods without their hooks.
+        depth = blocks.count(".") + 2
         self.names = {
             module: name
             for name, module in model.named_modules()
-            if name.count(".") < 2 or not [*module.children()]
+            if name.count(".") < depth or not [*module.children()]
         }
         self.running = [""]  # names of running modules, the innermost last
         self.of_forward: dict[int, CallSite] = {}  # autograd's sequence number -> call site
 
     def current(self, phase: str, block: int | None) -> CallSite:
         """Return the call site of the operator that has just run."""
-        line = line_of_the_model()
+        line = innermost_line(self.sources)
         node = torch._C._current_autograd_node()  # None in forward, and in an optimizer's step
         if node is None or torch.is_grad_enabled():  # forward, the update, a recomputation
             # If a policy recomputes parts of a block, the block's own forward does not run. So if
             # no module is running, use the block of the phase mark.
-            running = self.running[-1] or ("" if block is None else f"blocks.{block}")
+            running = self.running[-1] or ("" if block is None else f"{self.blocks}.{block}")
             site = CallSite("head" if phase == "head" else running, line)
             # If autograd recorded this operator, the last sequence number is this operator's.
             self.of_forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, site)
@@ -337,25 +345,26 @@ class CallSiteTracker:
             yield
 
 
-def line_of_the_model() -> str:
-    """Return the innermost line of model.py or memory/ on the stack, for example "model.py:87".
+def innermost_line(sources: tuple[Path, ...]) -> str:
+    """Return the innermost line on the stack that is in `sources`, for example "model.py:87".
 
-    If no line of these files is on the stack, return "".
+    If no line on the stack is in `sources`, return "".
     """
     for frame, number in walk_stack(sys._getframe()):
-        if name := name_in_the_model(frame.f_code.co_filename, PROJECT_FOLDER):
+        if name := name_in_sources(frame.f_code.co_filename, sources):
             return f"{name}:{number}"
     return ""
 
 
 @cache
-def name_in_the_model(file: str, folder: PurePath) -> str:
-    """Return the name of `file` if it is model.py or in memory/, such as "memory/head.py".
-    Return "" for any other file. `folder`: the project's folder. (Parts of paths are compared,
-    because Windows separates them by backslashes.)"""
-    path = type(folder)(file)
-    parts = path.relative_to(folder).parts if path.is_relative_to(folder) else ()
-    return "/".join(parts) if parts == ("model.py",) or parts[:1] == ("memory",) else ""
+def name_in_sources(file: str, sources: tuple[PurePath, ...]) -> str:
+    """Return the name of `file` if it is in `sources`, such as "memory/head.py"; else return "".
+    (Paths are compared by their parts, because Windows separates them by backslashes.)"""
+    for source in sources:
+        path = type(source)(file)
+        if path.is_relative_to(source):
+            return path.relative_to(source.parent).as_posix()
+    return ""
 
 
 def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[Storage]:
@@ -367,12 +376,11 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
     tensors, the call needs no memory.
     """
     weight = next(model.parameters())
-    sources = CallSiteTracker(model)
-    log = OpRecorder(sources)
+    log = OpRecorder()
     for parameter in model.parameters():
         log.add_storage(parameter)
     fake = weight.fake_mode if isinstance(weight, FakeTensor) else nullcontext()
-    with fake, sources.listen(), log:
+    with fake, log:
         result = forward()
     # Keep only the graph: it holds the tensors that backward needs. The result itself does not
     # count. (`result.grad_fn` cannot replace `graph`: on torch 2.11 it does not keep the node of an

@@ -159,7 +159,7 @@ def build_step_record(log: OpRecorder, step: StepMemory) -> StepRecord:
         storage.reason_alive = storage.reason_alive or reason_alive(
             storage, reads[seen], seen in gradients
         )
-        if storage.block_index is None and (match := re.search(r"\bblocks\.(\d+)\b", storage.name)):
+        if storage.block_index is None and (match := re.search(r"\.(\d+)\b", storage.name)):
             storage.block_index = int(match[1])  # a weight of a block, or its gradient
     return StepRecord(
         step,
@@ -176,8 +176,7 @@ def group_name_and_kind(storage: Storage) -> tuple[str, str]:
     group, and the whole state of the optimizer is one group.
     """
     return (
-        GROUP_NAME_BY_KIND.get(storage.kind)
-        or re.sub(r"\bblocks\.\d+\b", "blocks.*", storage.name),
+        GROUP_NAME_BY_KIND.get(storage.kind) or re.sub(r"\.\d+\b", ".*", storage.name),
         storage.kind,
     )
 

@@ -47,7 +47,6 @@ import torch
 from torch import Tensor, nn
 
 from memory import MemorySavingGPT
-from memory.head import parse_release
 from model import MiniGPT, MiniGPTConfig
 
 from .op_recorder import OpRecorder
@@ -156,7 +155,7 @@ def add_shards(
     # Do not count the root group's reduce-scatter buffer: the freed full weights make room for it.
     average(root, shards, now, now + 1, now)
     # torch before 2.15 keeps the last full gradient until it is reduced over the processes.
-    early = parse_release(torch.__version__) >= (2, 15)
+    early = torch.__version__ >= "2.15.dev0"
     for table, local_table in zip(
         find_position_embeddings(model), find_position_embeddings(local_model), strict=True
     ):

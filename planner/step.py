@@ -2,32 +2,25 @@
 peak, and the phase and the block in which the peak occurs.
 
 The planner runs one step with the real model, optimizer and recompute policies, but on fake tensors
-(see planner/op_recorder.py). planner/choose.py uses the results of the planner to choose a policy.
+(see planner/simulate.py). planner/choose.py uses the results of the planner to choose a policy.
 planner/formulas.py computes the same figures by formulas.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointError
-from torch.utils.hooks import RemovableHandle
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import memory
+import model
 from memory import (
     MemorySavingGPT,
     PinnedPool,
@@ -45,37 +38,20 @@ from .batches import MAX_BATCH, bytes_at_ops_outside_head, largest_batch
 from .formulas import head_bytes
 from .layout import Layout
 from .op_recorder import CallSiteTracker, OpRecorder
-from .operators import cublas_workspace_bytes, kernel_workspace_bytes
 from .record import StepRecord, build_step_record
 from .shards import add_shards, block_group_params, make_local_model
+from .simulate import (
+    forward_and_backward,
+    label_existing_storages,
+    patched,
+    phase_hooks,
+    plan_errors,
+    recording_simulated_ops,
+)
 from .timeline import KINDS, Segment, StepMemory, split_into_segments
 
-
-class PlanError(ValueError):
-    """A step cannot be simulated. The message is one line, and begins with the part that cannot."""
-
-
-# Exception that code raises on fake tensors -> reason in the message of a PlanError
-REASON_BY_EXCEPTION: dict[type[Exception], str] = {
-    DataDependentOutputException: "it needs the value of a tensor, and fake tensors have none",
-    DynamicOutputShapeException: "it needs the values of a tensor, and fake tensors have none",
-    UnsupportedOperatorException: "an operator that fake tensors do not have",
-    CheckpointError: "a block does something else when it runs again (does it fill a cache?)",
-}
-
-
-@contextmanager
-def plan_errors(part: str, kinds: type[Exception] = RuntimeError) -> Iterator[None]:
-    """Turn errors of these `kinds`, and of REASON_BY_EXCEPTION, into a PlanError whose message
-    begins with `part`."""
-    try:
-        yield
-    except (PlanError, MemoryError):
-        raise
-    except (kinds, *REASON_BY_EXCEPTION) as error:
-        reason = REASON_BY_EXCEPTION.get(type(error), type(error).__name__)
-        first_line = str(error).partition("\n")[0]
-        raise PlanError(f"{part}: {reason}: {first_line}") from error
+# The files whose lines a record names.
+SOURCES = Path(model.__file__), Path(memory.__file__).parent
 
 
 class FewCallSegments:
@@ -134,10 +110,8 @@ class Planner:
         shard = sequence if self.layout.sp_degree > 1 else None
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
-        self.largest_batches: dict[tuple, int] = {}
         self.few_call_segments: dict[tuple, FewCallSegments] = {}
         self.n_simulated_ops = 0
-        self.update: Segment | None = None  # the same for every policy and batch; simulated once
         with self.fake:
             self.model = MemorySavingGPT(config, self.device_type, shard).train()
             # A changed model.py may have different blocks, or blocks that share weights.
@@ -232,8 +206,7 @@ class Planner:
                 n = min(n, 3 + 2 * offload.MAX_COPIES_IN_FLIGHT * moves if ends_differ else 2)
             short_plan = RecomputePlan((policy,) * n * size, size, nested, moves)
             short = replace(plain, n_layers=n * size, recompute=format_recompute_plan(short_plan))
-            runs_head, runs_update = frame is None, frame is None and self.update is None
-            log = self.run_fake_step(batch_size, short, runs_head, runs_update)
+            log = self.run_fake_step(batch_size, short, runs_head=frame is None, runs_update=False)
             if log.loop_has_ops and not moves and self.are_alike:
                 # MiniGPT.forward of a changed model.py does more for each block than to call it.
                 # Tensors of several blocks may exist together, so simulate all calls. (The copies
@@ -248,17 +221,28 @@ class Planner:
                 norms = {*rest.parameters()} - {*block_group_params(rest, in_bfloat16=True)}
                 freed = segments[-2].allocated_and_freed_by_kind[-1, 1]
                 freed[KINDS.index("gradients")] += sum(p.nbytes for p in norms)
-            if runs_update:
-                # The update needs the gradients of all blocks. So the gradients of the blocks that
-                # do not run here exist from the start of this step. Do not count these gradients:
-                # in the composed step the backward of each block makes them.
-                left_out = self.params_left_out(n) - self.params_with_kept_grads
-                allocated = segments[0].allocated_and_freed_by_kind[0, 0]
-                allocated[KINDS.index("gradients")] -= sum(p.nbytes for p in left_out)
-                self.update = segments[-1]
-            segments[-1] = self.update or segments[-1]
+            segments[-1] = self.update
             self.few_call_segments[key] = FewCallSegments(segments)
         return self.few_call_segments[key]
+
+    @cached_property
+    def update(self) -> Segment:
+        """The update of the weights, which is the same for every policy and batch."""
+        with self.fake:
+            for parameter in self.local_model.parameters():
+                parameter.grad = torch.empty_like(parameter)
+        with self.recording() as log:
+            label_existing_storages(log, self.names, self.optimizer, {})
+            self.simulate_update(log)
+        return split_into_segments(log)[-1]
+
+    @contextmanager
+    def recording(self, sources: CallSiteTracker | None = None) -> Iterator[OpRecorder]:
+        """Record simulated operators, and count them."""
+        with recording_simulated_ops(self.device_type, self.fake, sources, self.card_name) as log:
+            yield log
+        self.n_simulated_ops += log.n_ops
+        self.on_simulate(log.n_ops)
 
     def largest_batch(self, budget: int, start: int, host: int | None = None, **memory: Any) -> int:
         """Return the largest number of sequences with which a step fits in `budget` bytes, or 0.
@@ -268,15 +252,6 @@ class Planner:
             host: bytes of CPU memory that offload may take; None: unknown, so there is no limit.
             memory: changed settings of the config, as in `step`.
         """
-        key = budget, host, replace(self.config, **memory)
-        if key not in self.largest_batches:
-            self.largest_batches[key] = self.find_largest_batch(budget, start, host, memory)
-        return self.largest_batches[key]
-
-    def find_largest_batch(
-        self, budget: int, start: int, host: int | None, memory: dict[str, Any]
-    ) -> int:
-        """Return what `largest_batch` caches. The result is the same for every `start`."""
         with_offload = recompute_plan_of_config(replace(self.config, **memory)).offload
         # With fewer than `min_batch` sequences the residual stream is too small for offload. So
         # steps with fewer sequences do not predict steps with larger batches.
@@ -327,9 +302,8 @@ class Planner:
         `memory`: changed settings of the config.
         """
         config = self.model.checked_config(replace(self.config, **memory))
-        return build_step_record(
-            *self.simulate_whole_step(batch_size, config, CallSiteTracker(self.model))
-        )
+        tracker = CallSiteTracker(self.model, "blocks", SOURCES)
+        return build_step_record(*self.simulate_whole_step(batch_size, config, tracker))
 
     def run_fake_step(
         self,
@@ -341,35 +315,33 @@ class Planner:
     ) -> OpRecorder:
         """Do train_minimal.train_step for one micro-batch on fake tensors; return the recorder.
 
-        Only the first `config.n_layers` blocks run. But the update covers all blocks of the
-        planner's model.
+        Only the first `config.n_layers` blocks run.
 
         Args:
             runs_head, runs_update: False: leave head or update out, because another step has the
                 same one. One operator then replaces the update.
             sources: finds the call sites that the recorder stores; None: store no call sites.
         """
-        model, parameters = self.model, list(self.local_model.parameters())
-        blocks = model.blocks[: config.n_layers]
+        model, blocks = self.model, self.model.blocks[: config.n_layers]
+        gathered = self.names.keys() - {*self.local_model.parameters()}
         with self.fake:
-            self.make_earlier_gradients(self.params_left_out(config.n_layers), runs_update)
+            self.make_earlier_gradients(self.params_left_out(config.n_layers))
             rows = torch.zeros(batch_size, self.seq_len + 1, dtype=torch.int64)
             # As in data/batches.py: of one row, both are views of `rows`.
             batch = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
             ids, labels = (tensor[:, : self.local_seq_len] for tensor in batch)
             del rows
         with (
-            recording_simulated_ops(self.device_type, self.fake, sources, self.card_name) as log,
+            self.recording(sources) as log,
             patched(model, blocks=blocks),
             patched(head, chunk_starts=make_chunk_starts_replacement(log, runs_head)),
+            phase_hooks(blocks, model.ln_f, log),
             ExitStack() as hooks,
         ):
             model.config, pool = config, SimulatedPinnedPool(log, self.on_cpu)
             model.offload_pool = pool
-            for handle in register_phase_hooks(blocks, model.ln_f, log):
-                hooks.enter_context(handle)
             # The full weights of a sharded model take no memory here. `add_shards` counts them.
-            for parameter in self.names.keys() - parameters:
+            for parameter in gathered:
                 log.add_storage(parameter).nbytes = 0
             for parameter in self.sums if self.layout.shard_degree == 1 else ():
                 hooks.enter_context(
@@ -391,47 +363,45 @@ class Planner:
                 shards = model, self.local_model, self.layout.shard_degree, self.sums
                 copies = self.gradient_copies is not None
                 add_shards(log, *shards, self.on_cpu, self.gather_in_bfloat16, copies)
-            self.simulate_update(log, parameters, runs_update)
+            if runs_update:
+                self.simulate_update(log)
+            else:
+                log.enter_phase("optimizer")
+                torch.empty(1)  # storages that are freed below end after this operator
+                self.optimizer.zero_grad(set_to_none=True)
             del loss  # the trainer keeps the loss until here
         for buffer in pool.buffers:
             log.label_storage(
                 buffer, "activations", "buffer of offload", "copies wait in it for backward"
             )
-        self.n_simulated_ops += log.n_ops
-        self.on_simulate(log.n_ops)
         return log
 
-    def make_earlier_gradients(self, left_out: set[nn.Parameter], runs_update: bool) -> None:
-        """Make the gradients that exist before forward: of earlier micro-batches, of shards, and,
-        if the update runs, of the weights `left_out`. `sums` gets what is not in `.grad`: the
-        float32 sums of bfloat16 weights, and pending sums."""
+    def make_earlier_gradients(self, left_out: set[nn.Parameter]) -> None:
+        """Make the gradients that exist before forward: of earlier micro-batches, and of shards
+        that are not `left_out`. `sums` gets what is not in `.grad`: the float32 sums of bfloat16
+        weights, and pending sums."""
         shards = {*self.local_model.parameters()} if self.layout.shard_degree > 1 else set()
-        made_here = (shards | left_out) if runs_update else (shards - left_out)
-        weights = self.params_with_kept_grads | made_here
+        weights = self.params_with_kept_grads | shards - left_out
         self.sums = {p: torch.empty(p.shape) for p in weights if p.dtype != torch.float32}
         for parameter in weights - self.sums.keys():
             parameter.grad = torch.empty_like(parameter)
         if n := self.n_pending_sums:
             self.sums |= {p: torch.empty(n, *p.shape) for p in self.local_model.parameters()}
 
-    def simulate_update(
-        self, log: OpRecorder, parameters: list[nn.Parameter], runs_update: bool
-    ) -> None:
-        """Clip the gradients of all parameters, also those of blocks that did not run, update the
-        parameters and free the gradients, once in a step. `runs_update`: see `run_fake_step`."""
+    def simulate_update(self, log: OpRecorder) -> None:
+        """Clip the gradients of all parameters, update the parameters and free the gradients, once
+        in a step."""
         log.enter_phase("optimizer")
-        if runs_update and (dtype := self.gradient_copies) and self.layout.gradients_persist:
+        parameters = list(self.local_model.parameters())
+        if (dtype := self.gradient_copies) and self.layout.gradients_persist:
             # Freed when the averages exist
             copies = [cast(Tensor, p.grad).to(dtype, copy=True) for p in parameters]
             for copy in copies:
                 log.label_storage(copy, "gradients", "gradient on its way")
             del copies, copy
-        if runs_update:
-            # A GPU clips all tensors at once. By default torch would not do so on a CPU.
-            self.clip_gradients(parameters, 1.0, foreach=not self.on_cpu)
-            step_once_of_each_kind(self.optimizer, log)
-        else:
-            torch.empty(1)  # storages that are freed below end after this operator
+        # A GPU clips all tensors at once. By default torch would not do so on a CPU.
+        self.clip_gradients(parameters, 1.0, foreach=not self.on_cpu)
+        step_once_of_each_kind(self.optimizer, log)
         self.optimizer.zero_grad(set_to_none=True)
 
     def params_left_out(self, n: int) -> set[nn.Parameter]:
@@ -485,8 +455,9 @@ class SimulatedPinnedPool(PinnedPool):
 
     def acquire_buffers(self, like: Tensor) -> list[Tensor]:
         """Return one host buffer for the 1-D tensor `like`, and record the copy to it."""
-        self.log.offloaded_tensors.append((like.nbytes, self.log.phase_marks[-1]))
-        return [self.reuse_or_allocate(pinned_bytes_needed(like.nbytes), pinned=False)]
+        size = pinned_bytes_needed(like.nbytes)
+        self.log.offloaded_tensors.append(((like.nbytes, size), self.log.phase_marks[-1]))
+        return [self.reuse_or_allocate(size, pinned=False)]
 
 
 def make_chunk_starts_replacement(
@@ -508,58 +479,6 @@ def make_chunk_starts_replacement(
         log.times = 1
 
     return starts_of_few
-
-
-@contextmanager
-def patched(thing: Any, **attributes: Any) -> Iterator[None]:
-    """Give `thing` these attributes inside this context, and restore the old ones after it."""
-    old_values = {name: getattr(thing, name) for name in attributes}
-    try:
-        for name, value in attributes.items():
-            setattr(thing, name, value)
-        yield
-    finally:
-        for name, value in old_values.items():
-            setattr(thing, name, value)
-
-
-# ---- for any model
-
-
-@contextmanager
-def recording_simulated_ops(
-    device_type: str,
-    fake: FakeTensorMode,
-    sources: CallSiteTracker | None = None,
-    card_name: str | None = None,
-) -> Iterator[OpRecorder]:
-    """Record the operators that run on fake tensors in this context; yield the recorder.
-
-    The fake tensors are always on a CPU. For "cuda" dropout and attention are replaced by functions
-    that keep the same tensors as CUDA's fused ones, and the workspaces of CUDA's kernels are added.
-    For "mps" dropout and attention are not fused, as in real training. `sources`: finds the call
-    sites that the recorder stores; None: store no call sites. `card_name`: the planned card; None:
-    this machine's.
-    """
-    on_cuda = device_type == "cuda"
-    with (
-        fake,
-        OpRecorder(sources, kernel_workspace=kernel_workspace_bytes if on_cuda else None) as log,
-        patched(F, **(FUSED_REPLACEMENTS if on_cuda else {})),
-        sources.listen() if sources else nullcontext(),
-        # On MPS attention is not fused, so it keeps its scores (B, H, T, T). MATH does so, too.
-        sdpa_kernel(SDPBackend.MATH) if device_type == "mps" else nullcontext(),
-        torch.autograd.set_detect_anomaly(False),  # fake tensors have no values to check
-    ):
-        if on_cuda:
-            log.add_non_tensor_storage(
-                cublas_workspace_bytes(card_name),
-                "workspaces of cuBLAS",
-                "its kernels work in them",
-                0,
-                math.inf,
-            )
-        yield log
 
 
 def make_optimizer_state(
@@ -588,133 +507,3 @@ def step_once_of_each_kind(optimizer: torch.optim.Optimizer, log: OpRecorder) ->
             log.times = len(updates)
             updates[0]()
     log.times = 1
-
-
-def forward_and_backward(
-    log: OpRecorder, forward: Callable[[], Tensor], precision: torch.dtype, cache_enabled: bool
-) -> Tensor:
-    """Run `forward` under autocast and then backward; return the loss, a scalar.
-
-    `precision`: dtype of autocast; float32: no autocast. `cache_enabled`: autocast keeps its copies
-    of weights until forward ends.
-    """
-    enabled = precision != torch.float32
-    log.enter_phase("forward")
-    with torch.autocast("cpu", precision, enabled, cache_enabled):
-        loss = forward()
-    log.forward_end = log.n_ops
-    if log.current_phase == "forward":  # else "head": the head's backward belongs to this phase
-        log.enter_phase("backward")
-    loss.backward()
-    return loss
-
-
-def label_existing_storages(
-    log: OpRecorder,
-    names: Mapping[Any, str],
-    optimizer: torch.optim.Optimizer,
-    sums: Mapping[Any, Tensor],
-) -> None:
-    """Name the storages of weights, of the optimizer's state, and of existing gradients.
-
-    `names`: weight -> its name. `sums`: weight -> sums of its earlier gradients outside of `.grad`.
-    """
-    for weight, name in names.items():
-        # Also name the full weights of a sharded model. Their bytes count when they are gathered.
-        log.find_storage(weight).name = name
-        named = [
-            (weight if weight in optimizer.state else None, "parameters", name),
-            (weight.grad, "gradients", f"gradient of {name}"),
-            (sums.get(weight), "gradients", f"earlier gradients of {name}"),
-            *(
-                (state_tensor, "optimizer", f"{state_name} of {name}")
-                for state_name, state_tensor in optimizer.state.get(weight, {}).items()
-            ),
-        ]
-        for tensor, kind, tensor_name in named:
-            if isinstance(tensor, Tensor):
-                log.label_storage(tensor, kind, tensor_name)
-
-
-def register_phase_hooks(
-    blocks: nn.ModuleList | list[nn.Module], last: nn.Module, log: OpRecorder
-) -> list[RemovableHandle]:
-    """Register hooks that tell the recorder the running phase and block; return their handles.
-
-    The hooks run in forward, in backward and in recomputations. The head begins after the module
-    `last`, which is the last block or a module after the last block.
-    """
-    is_after_blocks = last not in blocks
-    indices: dict[nn.Module, list[int]] = {}  # several for a block that layers share
-    for i, block in enumerate(blocks):
-        indices.setdefault(block, []).append(i)
-    next_call = {block: iter(own) for block, own in indices.items()}
-
-    def enter_block(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        in_forward, own = log.current_phase == "forward", indices[block]
-        i: Any = own[0]
-        if len(own) > 1:  # a recomputation is of the call whose backward runs
-            i = next(next_call[block], own[-1]) if in_forward else log.phase_marks[-1][2]
-        # Backward of block i ends when its input's gradient exists.
-        if in_forward:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
-            log.loop_has_ops |= len(tensors) > 1 or i > 0 and log.n_ops > log.block_end
-            when_gradient_is_there(tensors, i - 1 if i > 0 else None)
-        log.enter_phase(log.current_phase, i)
-
-    def leave_block(block: nn.Module, args: tuple, output: Any) -> None:
-        log.block_end = log.n_ops
-
-    def enter_after_blocks(last: nn.Module, args: tuple) -> None:
-        log.enter_phase("forward")
-        when_gradient_is_there(args, len(blocks) - 1)
-
-    def enter_head(last: nn.Module, args: tuple, output: Any) -> None:
-        if log.current_phase == "forward":  # not a recomputation
-            log.enter_phase("head")
-            when_gradient_is_there(output, None if is_after_blocks else len(blocks) - 1)
-
-    def when_gradient_is_there(tensors: Any, i: int | None) -> None:
-        """Enter backward of block i as soon as a certain gradient exists.
-
-        It is the gradient of the first tensor in `tensors` that requires a gradient.
-        """
-        leaves = filter(torch.is_tensor, tree_leaves(tensors))
-        for tensor in [leaf for leaf in leaves if leaf.requires_grad][:1]:
-            tensor.register_hook(lambda _: log.enter_phase("backward", i))
-
-    return [
-        *(
-            module.register_forward_pre_hook(enter_after_blocks)
-            for module in [last] * is_after_blocks
-        ),
-        last.register_forward_hook(enter_head),
-        *(block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in indices),
-        *(block.register_forward_hook(leave_block) for block in indices),
-    ]
-
-
-# ---- functions that CUDA fuses
-
-ORIGINAL_SDPA = F.scaled_dot_product_attention
-
-
-def fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, **options: Any,
-) -> Tensor:  # fmt: skip
-    """Return the result of F.scaled_dot_product_attention, but keep no dropout mask."""
-    return ORIGINAL_SDPA(query, key, value, attn_mask, 0.0, is_causal, **options)
-
-
-def fused_dropout(
-    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    """Return the result of F.dropout for x, and keep a mask of one byte for each element."""
-    return torch.ops.aten.native_dropout(x, p, training)[0] if p and training else x
-
-
-FUSED_REPLACEMENTS: dict[str, Any] = {
-    "dropout": fused_dropout,
-    "scaled_dot_product_attention": fused_attention,
-}

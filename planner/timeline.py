@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from memory.offload import pinned_bytes_needed
-
 from .op_recorder import Op, OpRecorder, PhaseMark, Storage
 from .operators import UNIFIED_ATTENTION_NAMES
 from .roofline import Card, seconds_of_each_op
@@ -82,7 +80,8 @@ class Segment:
     allocated_and_freed_by_kind: np.ndarray
     flops_and_bytes_by_op: np.recarray  # of OP_WORK_DTYPE; `at` is counted from the segment's start
     kept_bytes: int  # bytes that the segment keeps for backward
-    offloaded_sizes: list[int]  # bytes of each tensor that offload copies out
+    # Of each tensor that offload copies out: its bytes, and the bytes of CPU memory for it.
+    offloaded_sizes: list[tuple[int, int]]
 
     @cached_property
     def net_bytes(self) -> int:
@@ -159,7 +158,7 @@ def split_into_segments(log: OpRecorder, calls: Iterable[int] = ()) -> list[Segm
             allocated_and_freed_by_kind=changes[begin:end],
             flops_and_bytes_by_op=op_work_table(log.ops[begin:end], log.gradient_sums),
             kept_bytes=int(kept[begin:end].sum()),
-            offloaded_sizes=[size for size, place in log.offloaded_tensors if place in places],
+            offloaded_sizes=[sizes for sizes, place in log.offloaded_tensors if place in places],
         )
         for places, (begin, end) in zip(parts, pairwise(begins), strict=True)
     ]
@@ -291,18 +290,18 @@ class StepMemory:
         return sum(kept) / max(1, len({block for *_, block in self.phase_marks} - {None}))
 
     @property
-    def offloaded_sizes(self) -> list[int]:
-        """Bytes of each tensor that offload copies out."""
+    def offloaded_sizes(self) -> list[tuple[int, int]]:
+        """Of each tensor that offload copies out: its bytes, and the bytes of CPU memory for it."""
         return [
-            size
+            sizes
             for segment, _ in self.segments_and_block_shifts
-            for size in segment.offloaded_sizes
+            for sizes in segment.offloaded_sizes
         ]
 
     @property
     def host_bytes(self) -> int:
         """Bytes of CPU memory that offload allocates. (On a CPU `peak` includes them.)"""
-        return sum(map(pinned_bytes_needed, self.offloaded_sizes))
+        return sum(pinned for _, pinned in self.offloaded_sizes)
 
     @property
     def bytes_by_kind_at_peak(self) -> dict[str, int]:

@@ -9,33 +9,25 @@ The cloakroom throws the tensor away. When backward returns the first ticket, th
 second time. In this replay autograd hands in the same tensors again, in the same order. So each
 ticket gets its tensor back.
 
-This script first runs one small block, and prints each event when it happens. Then a MiniGPT trains
-one step with the checkpoint of this file, and one step with torch's checkpoint. Both steps must
-have the same results to the bit, the same FLOPs, and the same number of kept bytes. Otherwise the
-exit code is 1.
-
-Part 1 is the checkpoint. Part 2 is the narrator, which prints the events. Part 3 is the comparison.
+This script runs one small block, and prints each event when it happens. Part 1 is the checkpoint,
+part 2 is the narrator, which prints the events. tests/test_checkpoint_from_scratch.py trains a step
+with this checkpoint and one with torch's: they have the same results to the bit, the same FLOPs,
+and the same number of kept bytes.
 """
 
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import set_checkpoint_early_stop
-from torch.utils.flop_counter import FlopCounterMode
 
-from memory import MemorySavingGPT
 from model import Block, MiniGPTConfig
-from planner.op_recorder import kept_for_backward
 from scripts import cli_main
 from trainer.flags import OneLineParser, number_in_range
 
@@ -249,118 +241,18 @@ def tell_the_story(dropout: float) -> None:
         n = len(narrator.owners)
         narrator.headline(f"\nKept: x and {n} tickets. BACKWARD begins at the end:")
         y.sum().backward()
-        narrator.headline("\nDone: each ticket came back once.\n\n")
-
-
-# ---------------------------------------------------------------------------------------------
-# Part 3: the comparison, on the real model.
-
-CONFIG = MiniGPTConfig(
-    vocab_size=64, max_position_embeddings=32, n_layers=2, n_heads=4, d_model=64, d_ff=256
-)
-PRECISIONS = {"float32": torch.float32, "bfloat16 autocast": torch.bfloat16}
-
-
-def in_place_of_torchs(function: Callable, *args: Any, **options: bool) -> Any:
-    return checkpoint(function, *args)
-
-
-# Name of a variant -> (recompute policy, context in which the step runs)
-VARIANTS: dict[str, tuple[str, Callable[[], AbstractContextManager]]] = {
-    "no checkpoint": ("none", nullcontext),
-    "torch, no early stop": ("full", partial(set_checkpoint_early_stop, False)),
-    "torch": ("full", nullcontext),
-    # The model's code is the same, but its name `checkpoint` now means the function of this file.
-    "this file": ("full", partial(mock.patch, "model.checkpoint", in_place_of_torchs)),
-}
-
-
-@dataclass(frozen=True)
-class Step:
-    """Results and costs of one training step of the model."""
-
-    loss: Tensor
-    gradients: dict[str, Tensor]
-    flops: int  # FLOPs of matmuls, forward and backward (since torch 2.15 also of fused attention)
-    kept: int  # bytes that forward keeps for backward
-
-
-def run_step(
-    policy: str,
-    context: Callable[[], AbstractContextManager] = nullcontext,
-    dtype: torch.dtype = torch.float32,
-    dropout: float = 0.1,
-) -> Step:
-    torch.manual_seed(0)
-    model = MemorySavingGPT(replace(CONFIG, recompute=policy, dropout=dropout)).train()
-    ids = torch.randint(0, CONFIG.vocab_size, (4, 33))
-
-    def forward() -> Tensor:
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32, cache_enabled=False):
-            return model(ids[:, :-1], ids[:, 1:])
-
-    with context():
-        # Count all storages that forward made and that are still alive. Hooks for saved tensors
-        # would miss x: they see only the tensors of the graph, and our checkpoint keeps x in a
-        # closure.
-        kept = sum(tensor.nbytes for tensor in kept_for_backward(model, forward))
-        torch.manual_seed(1)
-        with FlopCounterMode(display=False) as counter:
-            loss = forward()
-            loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Step(loss.detach(), gradients, counter.get_total_flops(), kept)
-
-
-def same_gradients(a: Step, b: Step) -> bool:
-    return a.gradients.keys() == b.gradients.keys() and all(
-        torch.equal(gradient, b.gradients[name]) for name, gradient in a.gradients.items()
-    )
-
-
-def is_torchs(ours: Step, torchs: Step) -> bool:
-    """Return whether both steps have the same results to the bit, and the same FLOPs and kept
-    bytes."""
-    same_cost = (ours.flops, ours.kept) == (torchs.flops, torchs.kept)
-    return same_cost and torch.equal(ours.loss, torchs.loss) and same_gradients(ours, torchs)
-
-
-def print_table(steps: dict[str, Step]) -> None:
-    none = steps["no checkpoint"]
-    for variant, step in steps.items():
-        loss, gradients = f"{step.loss:.6f}", f"{len(step.gradients)} tensors"
-        if step is not none:
-            loss = "equal" if torch.equal(step.loss, none.loss) else "NOT EQUAL"
-            gradients = "equal" if same_gradients(step, none) else "NOT EQUAL"
-        print(
-            f"    {variant:<22}{loss:<11}{gradients:<12}{step.flops:>12,}"
-            f"{step.flops / none.flops:>7.3f}{step.kept:>12,}{step.kept / none.kept:>7.3f}"
-        )
+        narrator.headline("\nDone: each ticket came back once.\n")
 
 
 @cli_main
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     parser = OneLineParser(
         prog="python -m scripts.checkpoint_from_scratch",
-        description="Activation checkpointing, rebuilt from scratch and compared with torch's.",
+        description="Activation checkpointing, rebuilt from scratch: the story of a block.",
     )
     parser.add_argument("--dropout", type=number_in_range(float, 0, 0.99), default=0.1, metavar="P",
                         help="dropout rate, 0 = off (default: %(default)s)")  # fmt: skip
-    args = parser.parse_args(argv)
-    tell_the_story(args.dropout)
-    model = f"a MiniGPT with {CONFIG.n_layers} blocks, dropout {args.dropout:g}"
-    print(f"One step of {model}. Columns 'times': the factor over no checkpoint.")
-    times = f"{'times':>7}"
-    print(f"{'':<26}{'loss':<11}{'gradients':<12}{'FLOPs':>12}{times}{'bytes kept':>12}{times}")
-    is_equal = True
-    for precision, dtype in PRECISIONS.items():
-        print(precision)
-        steps = {name: run_step(*how, dtype, args.dropout) for name, how in VARIANTS.items()}
-        print_table(steps)
-        is_equal &= is_torchs(steps["this file"], steps["torch"])
-    how = "equal" if is_equal else "NOT EQUAL"
-    print(f"This file and torch: {how} to the bit, to the operation and to the byte.")
-    return 0 if is_equal else 1
+    tell_the_story(parser.parse_args(argv).dropout)
 
 
 if __name__ == "__main__":

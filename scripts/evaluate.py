@@ -15,20 +15,18 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data import DataError, Tokenizer, Tokens
-from data.documents import TOKEN_SUFFIXES, iter_chunked_documents, suffix_of
+from data import DataError, Tokenizer
+from data.corpus import iter_ids
+from data.documents import TOKEN_SUFFIXES, suffix_of
 from data.errors import MiniGPTError
 from data.files import find_files
-from data.tokens import open_token_file, take_up_to
+from data.tokens import take_up_to
 from model import MiniGPT
 from scripts import add_snapshot, cli_main, out_of_memory_as
 from scripts.style import about, write_json
@@ -38,20 +36,9 @@ from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.metrics import perplexity
 from trainer.pretrained import load_model_and_tokenizer
 from trainer.process import OneProcess
-from trainer.resume import data_changed
+from trainer.resume import settings_of
 from trainer.settings import Settings
-from trainer.snapshot import LoadedSnapshot, SaveError, State, peek
-
-
-def read_ids(path: Path, tokenizer: Tokenizer, text_key: str) -> Iterator[np.ndarray]:
-    """Yield all token ids of a file in chunks. In a text file, the id of <|endoftext|> comes before
-    each document. Raises DataError."""
-    if suffix_of(path) in TOKEN_SUFFIXES:
-        yield from Tokens.of_files([open_token_file(path)], tokenizer.vocab_size).chunks()
-        return
-    if tokenizer.name == "toy":
-        raise DataError(f"--val-data {path}: this model learned numbers, not text")
-    yield from tokenizer.encode_documents(iter_chunked_documents(path, text_key), Counter())
+from trainer.snapshot import LoadedSnapshot, State, read_snapshot
 
 
 def read_data(
@@ -60,22 +47,21 @@ def read_data(
     """Return a name for the data, and its token ids (N,). Raises DataError or SnapshotError."""
     if args.val_data:
         description = ", ".join(args.val_data)
-        key = args.text_key or state.get("args", {}).get("text_key") or "text"
-        pieces: Iterator[np.ndarray] = chain.from_iterable(
-            read_ids(path, tokenizer, key)
-            for path in find_files(args.val_data, "--val-data", process.print0)
-        )
+        key = args.text_key or (state and settings_of(state).text_key) or "text"
+        paths = find_files(args.val_data, "--val-data", process.print0)
+        if tokenizer.name == "toy" and not all(suffix_of(p) in TOKEN_SUFFIXES for p in paths):
+            raise DataError(f"--val-data {paths[0]}: this model learned numbers, not text")
+        pieces = iter_ids(paths, tokenizer, key, Counter())
     else:
         path = args.checkpoint_path
         try:
-            saved = Settings.from_typed(state["args"])
-            data = find_data(saved, process, LoadedSnapshot(state, path))
+            data = find_data(settings_of(state), process, LoadedSnapshot(state, path))
         except DataError as error:
             raise DataError(f"the run's own data: {error}; --val-data names other data") from None
-        if data_changed(state, {"data": {"fingerprint": data.fingerprint}}):
+        if state["data"]["fingerprint"] != data.fingerprint:
             process.print0("note: the run's data changed; the model may have trained on part of it")
         description = f"validation part of {data.description}"
-        pieces = data.val_tokens.chunks()
+        pieces = iter([data.val_tokens.read(0, len(data.val_tokens))])
     return description, np.concatenate(  # (which needs at least one array)
         [np.empty(0, np.uint16), *take_up_to(args.max_tokens or sys.maxsize, pieces)]
     )
@@ -111,9 +97,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     set_matmul_precision(device, tf32=False)
     with process.showing_message(f"reading {path}"):
         model, tokenizer = load_model_and_tokenizer(path, device)
-    # For a folder, `peek` returns {}.
-    state, limit = peek(path), model.config.max_position_embeddings
-    trained = state["args"]["seq_len"] if state else limit
+    state = {} if path.is_dir() else read_snapshot(path)
+    limit = model.config.max_position_embeddings
+    trained = settings_of(state).seq_len if state else limit
     args.seq_len = args.seq_len or min(trained, limit)
     if args.seq_len > limit:
         raise MiniGPTError(f"--seq-len {args.seq_len}: the model sees {limit} tokens at most")
@@ -170,10 +156,7 @@ def main(argv: list[str]) -> None:
         if value is not None:
             shown = value if isinstance(value, str) else f"{value:,.4f}".removesuffix(".0000")
             print(f"{name.replace('_', ' '):13} {shown}")
-    try:
-        write_json(args.json, about("scripts.evaluate", argv) | results)
-    except OSError as error:
-        raise SaveError(f"--json {args.json}: {error.strerror}", exit_code=3) from None
+    write_json(args.json, about("scripts.evaluate", argv) | results)
 
 
 if __name__ == "__main__":

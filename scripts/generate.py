@@ -9,6 +9,7 @@ The text appears token by token. A sample ends when the model generates <|endoft
 import argparse
 import sys
 from collections.abc import Iterator
+from itertools import takewhile
 
 import torch
 from torch.nn.attention import sdpa_kernel
@@ -50,11 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
 def generate_text(
     args: argparse.Namespace, model: MiniGPT, tokenizer: Tokenizer, device: torch.device
 ) -> Iterator[str]:
-    """Yield the text to print, piece by piece: all samples, each with the prompt before it.
-
-    All samples grow together, one token at a time. The first unfinished sample is printed while it
-    grows; later samples are printed after it. Raises MiniGPTError.
-    """
+    """Yield the text to print, piece by piece: one sample after the other, each with the prompt
+    before it. Raises MiniGPTError."""
     try:
         prompt = tokenizer.encode(args.prompt).tolist()
     except ValueError as error:
@@ -62,44 +60,28 @@ def generate_text(
     # In training <|endoftext|> came before each document. So each sample begins with this token and
     # ends when the model generates it. (Toy data has no documents: `eot_id` is 0 there, a number
     # like any other, and ends nothing.)
-    ids = torch.tensor([[tokenizer.eot_id, *prompt]] * args.num_samples, device=device)
-    stop_id = None if args.ignore_eot or tokenizer.name == "toy" else tokenizer.eot_id
-    samples = [list(prompt) for _ in range(args.num_samples)]
-    unfinished = set(range(args.num_samples))
-    between = " " if tokenizer.name == "toy" else ""  # separates numbers of toy data
+    start = torch.tensor([[tokenizer.eot_id, *prompt]], device=device)
+    is_toy = tokenizer.name == "toy"
+    stop_id = None if args.ignore_eot or is_toy else tokenizer.eot_id
     torch.manual_seed(args.seed)
-    new_ids = (
-        column.flatten().tolist()  # one read for all samples, because a read waits for the GPU
-        for column in model.stream_tokens(  # (num_samples, 1)
-            ids,
+    for n in range(args.num_samples):
+        yield SEPARATOR * bool(n) + tokenizer.decode(prompt)
+        stream = model.stream_tokens(
+            start,
             args.max_new_tokens,
             temperature=args.temperature,
-            top_k=args.top_k or None,
+            top_k=args.top_k,
             top_p=args.top_p if args.top_p < 1 else None,
         )
-    )
-
-    def grow() -> None:
-        """Add a token to each unfinished sample, or finish the sample."""
-        row = next(new_ids, None)
-        for i in sorted(unfinished):
-            if row is None or row[i] == stop_id:
-                unfinished.remove(i)
-            else:
-                samples[i].append(row[i])
-
-    for turn, sample in enumerate(samples):
-        n_shown = 0  # tokens of this sample that are printed
-        while True:
-            text = tokenizer.decode(sample[n_shown:])
-            # If the last character lacks bytes, text ends with "\ufffd": wait for the next token.
-            if turn not in unfinished or not text.endswith("\ufffd"):
-                yield between * bool(n_shown and text) + text
-                n_shown = len(sample)
-            if turn not in unfinished:
-                break
-            grow()
-        yield SEPARATOR if turn < args.num_samples - 1 else "\n"
+        new_ids, held = map(int, stream), list[int]()  # held: bytes of an unfinished character
+        for new_id in takewhile(lambda new_id: new_id != stop_id, new_ids):
+            held.append(new_id)
+            text = tokenizer.decode(held)
+            if not text.endswith("\ufffd"):  # the replacement of a character that lacks bytes
+                yield " " * is_toy + text
+                held.clear()
+        yield tokenizer.decode(held)
+    yield "\n"
 
 
 @cli_main

@@ -353,21 +353,20 @@ def main(argv: list[str]) -> int:
     add("--solution", action="store_true", help="print the answer and its reason (without N: all)")
     args = parser.parse_args(argv)
     n, code = args.exercise, 0
-    if n is None and args.measure:
-        raise MiniGPTError("--measure needs the number of an exercise")
-    if n is None and not args.solution:
-        titles = (section.partition("\n")[0] for section in sections().values())
-        print(*titles, "", "python -m scripts.lesson N [ANSWER]", sep="\n")
-    elif not (args.answer or args.measure or args.solution):
-        print(sections()[n])
+    if n is None:
+        for number, section in sections().items():
+            solution = f"{number}: {EXERCISES[number].solution()}"
+            print(solution if args.solution else section.partition("\n")[0])
+        return 0
     if args.answer:
         code = check(EXERCISES[n], " ".join(args.answer))
+    elif not (args.measure or args.solution):
+        print(sections()[n])
     if args.measure:
         facts = EXERCISES[n].facts
         print(facts if isinstance(facts, str) else facts())
     if args.solution:
-        for each in [n] if n else EXERCISES:
-            print(f"{each}: {EXERCISES[each].solution()}")
+        print(f"{n}: {EXERCISES[n].solution()}")
     return code
 
 

@@ -10,26 +10,26 @@ the bytes.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from itertools import chain
 from statistics import mode
 from typing import Any
 
 from planner.choose import nested_checkpoint_policies, recomputed_flops_key, uniform_policies
 from planner.op_recorder import Storage
-from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_name_and_kind, read_source_line
+from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_name_and_kind
 from scripts.advice import Change
 from scripts.plans import CommandPlan as Plan
 from trainer.flags import MAX_COUNT
 from trainer.metrics import format_bytes
-from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG, RESTART_SHARE_OF_FAILED_PEAK, plans_to_try
-from trainer.settings import Settings, to_words
+from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG
+from trainer.settings import Settings
 
 STEP = 64  # tokens; the longest sequence is a multiple of this
 TRIES = 6  # lengths to try by linear interpolation, before bisection
 SETTINGS = 5  # rows that --all-knobs prints
 LINES = 10  # lines that --at-peak prints
+Row = dict[str, Any]  # of the JSON file; the printed table shows the same
 
 
 # ---- one plan
@@ -53,39 +53,28 @@ def fits_safely(plan: Plan) -> bool:
     return bool(fits_tightly(plan)) and plan.peak <= plan.usable_bytes
 
 
-def largest_batch(plan: Plan) -> int | None:
-    """Return the sequences of the largest batch that fits with the margin; None: the budget is
-    unknown."""
-    return None if plan.memory_budget.limit_bytes is None else plan.largest_batch
-
-
 def cost(plan: Plan) -> tuple[float, float]:
     """Return a sort key; smaller is better. With a card: (seconds, peak bytes). Without a card:
     `recomputed_flops_key`."""
-    if plan.card:
-        return plan.seconds, plan.peak
-    return recomputed_flops_key(plan.step)
+    return (plan.seconds, plan.peak) if plan.card else recomputed_flops_key(plan.step)
 
 
 def changes(plan: Plan, settings: Settings) -> Change:
     """Return the flags of the plan that differ from `settings`, and always the policy.
     (--max-position-embeddings is compared only with --model, which sets it. Without --model it
     follows --seq-len.)"""
-    names = ["batch_size", "grad_accum_steps", "seq_len", "mlp_chunks"]
+    names = ["batch_size", "grad_accum_steps", "seq_len"]
     names += ["max_position_embeddings"] if settings.model else []
     wanted = {name: getattr(plan.settings, name) for name in names}
     changed = {name: v for name, v in wanted.items() if v != getattr(settings, name)}
     return changed | {POLICY_FLAG: plan.policy}
 
 
-def as_json(plan: Plan, settings: Settings) -> dict[str, Any]:
-    """Return a row of the JSON file. Its `flags` are `changes(plan, settings)` as words of a
-    command line."""
+def as_row(plan: Plan) -> Row:
     step, fits = plan.step, fits_tightly(plan)
     return {
         "name": plan.policy,
         "policy": plan.policy,
-        "flags": to_words(changes(plan, settings)),
         "batch_size": step.batch_size,
         "grad_accum_steps": plan.settings.grad_accum_steps,
         "seq_len": step.seq_len,
@@ -98,7 +87,7 @@ def as_json(plan: Plan, settings: Settings) -> dict[str, Any]:
         "replayed": step.relative_flops - 1,
         "fits": fits,
         "fits_safely": None if fits is None else fits_safely(plan),
-        "largest_batch": largest_batch(plan),
+        "largest_batch": None if fits is None else plan.largest_batch,
         "seconds": plan.seconds if plan.card else None,
         "tokens_per_s": plan.tokens_per_s if plan.card else None,
         "longest_sequence_safely": longest_sequence(plan),
@@ -131,71 +120,44 @@ def recommend(plan: Plan) -> Plan | None:
     return next(filter(fits_safely, ways), None)
 
 
-def format_table(plans: list[Plan], taken: Plan | None) -> str:
-    """Return the plans in aligned columns; ">" marks `taken`."""
-    fits = {True: "tight", False: "no", None: "?"}
+def format_table(rows: list[Row], takes: str | None) -> str:
+    """Return the rows in aligned columns; ">" marks the policy `takes`."""
     lines = []
-    for plan in plans:
-        largest, longest = largest_batch(plan), longest_sequence(plan)
+    for row in rows:
         line = {
-            " <": ">" if taken and plan.policy == taken.policy else "",
-            "policy<": plan.policy,
-            "peak>": format_bytes(plan.peak),
+            " <": ">" if row["policy"] == takes else "",
+            "policy<": row["policy"],
+            "peak>": format_bytes(row["peak_bytes"]),
         }
-        if plan.card:
-            line |= estimates(plan, plans[0])
-        else:
+        if row["seconds"] is None:
             line |= {
-                "where<": plan.step.peak_location,
-                "kept per block>": format_bytes(plan.step.kept_per_block),
-                "extra FLOPs>": f"{plan.step.relative_flops - 1:.1%}",
+                "where<": row["where"],
+                "kept per block>": format_bytes(row["kept_bytes_per_block"]),
+                "extra FLOPs>": f"{row['replayed']:.1%}",
             }
-        line["fits<"] = "yes" if fits_safely(plan) else fits[fits_tightly(plan)]
-        line["largest batch>"] = "?" if largest is None else f"{largest:,}"
-        if longest is not None:
-            line["longest sequence>"] = f"{longest:,}"
+        else:
+            line |= estimates(row, rows[0])
+        tight = {True: "tight", False: "no", None: "?"}[row["fits"]]
+        line["fits<"] = "yes" if row["fits_safely"] else tight
+        line["largest batch>"] = "?" if row["fits"] is None else f"{row['largest_batch']:,}"
+        if row["longest_sequence_safely"] is not None:
+            line["longest sequence>"] = f"{row['longest_sequence_safely']:,}"
         lines.append(line)
     return align(lines)
 
 
-def estimates(plan: Plan, first: Plan) -> dict[str, str]:
+def estimates(row: Row, first: Row) -> dict[str, str]:
     """Return the cells for time and tokens/s; "~" marks them as estimates.
 
     The first row shows its time. The other rows show how much more time they take than the first
     row. The prediction leaves out the copies of offload, so an offloaded plan shows bounds, with
     ">" and "<".
     """
-    speed = digits(3, plan.tokens_per_s)
-    more = f"{plan.seconds / first.seconds - 1:+.0%}"
-    if offloads(plan):
+    speed, more = digits(3, row["tokens_per_s"]), f"{row['seconds'] / first['seconds'] - 1:+.0%}"
+    if "+offload" in row["policy"]:
         return {"time>": f"> {more}", "tokens/s>": f"<{speed}"}
-    return {
-        "time>": f"~{format_time(plan.seconds)}" if plan is first else more,
-        "tokens/s>": f"~{speed}",
-    }
-
-
-def describe_host(plan: Plan) -> str:
-    """Return a line with the CPU memory that all processes of an offloaded plan pin together.
-    Return "" if the plan pins no memory, or if its device is the CPU."""
-    processes, host = plan.layout.world_size, plan.step.host_bytes
-    if plan.device.type == "cpu" or not host:
-        return ""
-    several = f" in {processes} processes" if processes > 1 else ""
-    return f"offload  pins {format_bytes(processes * host)} of CPU memory{several}"
-
-
-def if_memory_runs_out(plan: Plan | None) -> Iterator[Plan]:
-    """Yield the plans that a run falls back to. The run uses the first of them when memory runs
-    out with `plan`, and each later one when memory runs out with the one before. (With several
-    processes, the policy changes only when torchrun restarts the run; its flag is --max-restarts.)
-    """
-    if plan and longest_sequence(plan) is None and plan.settings.on_out_of_memory == "deeper":
-        share = RESTART_SHARE_OF_FAILED_PEAK if plan.layout.kind != "one" else 1
-        plans: Iterator[Plan] = chain([plan], plan.deeper())
-        while following := next(plans := plans_to_try(plans, share=share), None):
-            yield following
-            plans = chain([following], plans)
+    time = f"~{format_time(row['seconds'])}" if row is first else more
+    return {"time>": time, "tokens/s>": f"~{speed}"}
 
 
 # ---- the longest sequence
@@ -219,40 +181,36 @@ def longest_sequence(plan: Plan) -> int | None:
     settings = plan.settings
     if not getattr(settings, "longest_sequence", False):
         return None
-
-    def peak(n: int) -> int:
-        return plan.with_flags(**with_length(settings, n * STEP)).peak
-
     if plan.state_bytes >= plan.usable_bytes:
         return 0
-    # With fused attention, activations depend only on the number of tokens. So guess by the largest
-    # batch, which is rounded down, and by the positions that a longer sequence adds to the state.
-    longer = plan.with_flags(**with_length(settings, settings.seq_len + STEP))
-    room, each = plan.usable_bytes - plan.state_bytes, longer.state_bytes - plan.state_bytes
-    tokens = (plan.largest_batch + 0.5) * settings.seq_len / settings.batch_size
-    guess = int(room / (room * STEP / tokens + each))
+    # With fused attention, activations depend only on the number of tokens. So the largest batch
+    # has about as many tokens, and no sequence that fits is twice as long.
+    tokens = (plan.largest_batch + 1) * settings.seq_len // settings.batch_size
     typed = "max_position_embeddings" in settings.typed
-    max_n = (settings.max_position_embeddings if typed else MAX_COUNT) // STEP
-    return STEP * most_that_fit(peak, plan.state_bytes, plan.usable_bytes, guess, max_n)
+    positions = settings.max_position_embeddings if typed else MAX_COUNT
+    return STEP * most_that_fit(
+        lambda n: plan.with_flags(**with_length(settings, n * STEP)).peak,
+        plan.state_bytes,
+        plan.usable_bytes,
+        min(2 * tokens + STEP, positions) // STEP,
+    )
 
 
-def most_that_fit(
-    peak: Callable[[int], int], nothing: int, budget: int, guess: int, most: int
-) -> int:
+def most_that_fit(peak: Callable[[int], int], nothing: int, budget: int, most: int) -> int:
     """Return the largest n in 0 .. most with peak(n) <= budget.
 
-    `nothing`: peak(0), which fits. `guess`: the n to try first. The peak grows almost linearly with
-    n, so only a few n need to be simulated.
+    `nothing`: peak(0), which fits. The peak grows almost linearly with n, so only a few n need to
+    be simulated.
     """
-    low, high, tries = 0, most + 1, 0
+    low, high, guess, tries = 0, most + 1, most // 2, 0
     while high - low > 1:
         n = min(max(guess, low + 1), high - 1)
-        peak_bytes = peak(n)
-        low, high = (n, high) if peak_bytes <= budget else (low, n)
-        guess = n * (budget - nothing) // max(peak_bytes - nothing, 1)
+        size = peak(n)
+        low, high = (n, high) if size <= budget else (low, n)
+        guess = n * (budget - nothing) // max(size - nothing, 1)
         tries += 1
         if tries >= TRIES:  # the peak is not linear: bisect
-            guess = (low + high) // 2 if high <= most else 2 * low
+            guess = (low + high) // 2
     return low
 
 
@@ -262,10 +220,9 @@ def most_that_fit(
 def search_settings(plan: Plan) -> list[Plan]:
     """Return the plans of the micro-batch sizes that divide the number of sequences in a step, each
     with the fastest policy that fits, the fastest plan first. Sizes that do not fit are left out,
-    and so are large sizes that can only be slower. (All give the same training: a step has the same
-    sequences, and policies change no result.)"""
-    typed_size = plan.settings.batch_size
-    sequences = typed_size * plan.settings.grad_accum_steps
+    and so are large sizes that can only be slower, because they recompute more. (All give the same
+    training: a step has the same sequences, and policies change no result.)"""
+    sequences = plan.settings.batch_size * plan.settings.grad_accum_steps
     plans: list[Plan] = []
     for size in range(1, sequences + 1):
         if sequences % size or not plan.settings.can_sum(sequences // size):
@@ -275,8 +232,7 @@ def search_settings(plan: Plan) -> list[Plan]:
         if fastest.peak > plan.usable_bytes:
             break
         plans.append(fastest)
-        # All larger sizes are slower, because they recompute more.
-        if size >= typed_size and cost(fastest) > min(map(cost, plans)):
+        if size >= plan.settings.batch_size and cost(fastest) > min(map(cost, plans)):
             break
     return sorted(plans, key=cost)
 
@@ -302,7 +258,7 @@ def format_settings(plans: list[Plan]) -> str:
 # ---- the storages alive at the peak
 
 
-def at_peak(record: StepRecord) -> list[dict[str, Any]]:
+def at_peak(record: StepRecord) -> list[Row]:
     """Return the groups of storages that are alive at the peak, the largest first, in the form of
     the JSON file. Their bytes add up to exactly the peak."""
     by_group = defaultdict[tuple[str, str], list[Storage]](list)
@@ -312,39 +268,26 @@ def at_peak(record: StepRecord) -> list[dict[str, Any]]:
     return sorted(groups, key=lambda group: -group["bytes"])
 
 
-def describe(name: str, storages: list[Storage]) -> dict[str, Any]:
+def describe(name: str, storages: list[Storage]) -> Row:
     """Describe a group: storages that are equal except for their block, or (for example) all
-    weights. The group has at least one storage."""
+    weights. The group has at least one storage. Its shape is "12288x3072 bf16", or "" if the
+    shapes differ. Its line is the one that made most of the storages; "" if they are of a kind
+    such as all weights."""
     first, n = storages[0], len(storages)
-    equal = len({(storage.shape, storage.dtype) for storage in storages}) == 1
-    # The line that made most of the storages; none for a group such as all weights.
-    line = (
-        ""
-        if n > 1 and first.kind in GROUP_NAME_BY_KIND
-        else mode(storage.line for storage in storages)
-    )
+    shapes = {
+        f"{'x'.join(map(str, s.shape))} {str(s.dtype).removeprefix('torch.').replace('float', 'f')}"
+        for s in storages
+    }
+    is_kind = n > 1 and first.kind in GROUP_NAME_BY_KIND
     return {
         "name": first.name if n == 1 else name,
         "kind": first.kind,
         "count": n,
         "bytes": sum(storage.nbytes for storage in storages),
-        "shape": list(first.shape) if equal else None,
-        "dtype": str(first.dtype).removeprefix("torch.") if equal else None,
-        "line": line,
-        "code": read_source_line(line) if line else "",
+        "shape": shapes.pop().strip() if len(shapes) == 1 else "",
+        "line": "" if is_kind else mode(storage.line for storage in storages),
         "why": mode(re.sub(r"\bblocks\.\d+\.", "", storage.reason_alive) for storage in storages),
     }
-
-
-def cells_of(group: dict[str, Any]) -> tuple[str, str, str, str]:
-    """Return the cells of a group: ("12 x blocks.*.mlp.c_fc: output", "12288x3072 bf16", line,
-    why)."""
-    times = f"{group['count']} x " if group["count"] > 1 else ""
-    shape = ""
-    if group["dtype"]:
-        sides = "x".join(map(str, group["shape"]))
-        shape = f"{sides} {group['dtype'].replace('float', 'f')}".strip()
-    return times + group["name"], shape, group["line"], group["why"]
 
 
 def format_peak(record: StepRecord) -> str:
@@ -352,15 +295,23 @@ def format_peak(record: StepRecord) -> str:
     above the table names the phase and the block of the peak."""
     groups, peak = at_peak(record), record.step_memory.peak
     shown = groups if len(groups) <= LINES else groups[: LINES - 1]
-    rows = [(group["bytes"], *cells_of(group)) for group in shown]
     if others := groups[len(shown) :]:
         rest, n = (sum(group[key] for group in others) for key in ("bytes", "count"))
-        rows.append((rest, f"and {n} others", "", "", ""))
-    names = ("bytes>", "share>", "what<", "shape<", "line<", "why<")
-    lines = [(format_bytes(size), f"{size / peak:.1%}", *words) for size, *words in rows]
+        more = {"name": f"and {n} others", "count": 1, "bytes": rest}
+        shown = [*shown, more | dict.fromkeys(("shape", "line", "why"), "")]
+    lines = [
+        {
+            "bytes>": format_bytes(group["bytes"]),
+            "share>": f"{group['bytes'] / peak:.1%}",
+            "what<": f"{group['count']} x {group['name']}".removeprefix("1 x "),
+            "shape<": group["shape"],
+            "line<": group["line"],
+            "why<": group["why"],
+        }
+        for group in shown
+    ]
     title = f"alive at the peak of {record.step_memory.config.recompute}: {format_bytes(peak)}"
-    table = align([dict(zip(names, line, strict=True)) for line in lines])
-    return f"{title}, {record.step_memory.peak_location}\n\n{table}"
+    return f"{title}, {record.step_memory.peak_location}\n\n{align(lines)}"
 
 
 # ---- Formatting

@@ -29,7 +29,6 @@ Runs = dict[str, Records]  # name of a run -> its records
 
 # Okabe and Ito's colours: colour-blind readers can tell most of them apart.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
-LINES = ["-", "-.", ":"]  # line style of the first seven runs, of the next seven, ...
 LONG = 30  # log lines; shorter runs get no average
 PANELS = {  # title -> keys of the records for training and for validation
     "Loss in nats per token (circles: validation)": ("train_loss", "val_loss"),
@@ -57,28 +56,21 @@ def points(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:
 
 def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
     """Draw a panel for each of PANELS, with a colour for each run, and the legend below them."""
-    figure, axes = plt.subplots(len(PANELS), 1, sharex=True, figsize=(WIDTH, 5))
+    figure, axes = plt.subplots(len(PANELS), 1, sharex=True, figsize=(WIDTH, 5 + 0.1 * len(runs)))
     for axis, (title, keys) in zip(axes, PANELS.items(), strict=True):
         axis.set_title(title)
         axis.grid(alpha=0.3)
         for i, (name, records) in enumerate(runs.items()):
-            look = {"color": COLORS[i % 7], "linestyle": LINES[i // 7 % 3]}
-            draw_run(axis, records, *keys, smooth, look, label_of(name, records))
+            draw_run(axis, records, *keys, smooth, COLORS[i % len(COLORS)], name)
         axis.yaxis.set_major_formatter("{x:,.10g}")
     axis.set_xlabel("optimizer step")
-    axis.xaxis.set_major_locator(plt.matplotlib.ticker.MaxNLocator(5, integer=True))
-    axis.xaxis.set_major_formatter("{x:,.10g}")
-    handles, _ = axes[0].get_legend_handles_labels()
-    columns = 1 if len(handles) < 4 else 2
-    figure.set_figheight(5 + 0.19 * math.ceil(len(handles) / columns))
-    figure.legend(handles=handles, loc="outside lower center", frameon=False, ncols=columns)
+    figure.legend(
+        handles=axes[0].get_legend_handles_labels()[0],
+        loc="outside lower center",
+        frameon=False,
+        ncols=min(2, len(runs)),
+    )
     return figure
-
-
-def label_of(name: str, records: Records) -> str:
-    """Return the legend's text of a run: "minigpt_single: peak 3.2 GiB (cuda)"."""
-    peak, kind = max(points(records, "peak_memory_bytes")[1], default=None), "peak_memory_kind"
-    return f"{name}: peak {format_bytes(peak)} ({records[-1].get(kind)})" if peak else name
 
 
 def draw_run(
@@ -87,26 +79,28 @@ def draw_run(
     training: str,
     validation: str,
     smooth: int | None,
-    look: dict[str, Any],
-    label: str,
+    color: str,
+    name: str,
 ) -> None:
-    """Draw one run in one panel."""
+    """Draw one run in one panel. Its label is "minigpt_single: peak 3.2 GiB (cuda)"."""
+    peak = max(points(records, "peak_memory_bytes")[1], default=None)
+    kind = records[-1].get("peak_memory_kind")
+    label = f"{name}: peak {format_bytes(peak)} ({kind})" if peak else name
     steps, values = points(records, training)
     window = min(smooth or (len(steps) // 20 if len(steps) >= LONG else 1), len(steps))
     if window > 1:
-        axis.plot(steps, values, **look, linewidth=0.6, alpha=0.35)
+        axis.plot(steps, values, color=color, linewidth=0.6, alpha=0.35)
         values = np.convolve(values, np.full(window, 1 / window), "valid")
         steps = steps[(window - 1) // 2 :][: len(values)]
     # The log lines of a short run may be at uneven steps. So mark each.
     marker = "." if len(steps) < LONG else ""
-    axis.plot(steps, values, **look, linewidth=1.5, marker=marker, label=label)
-    dashed = look | {"linestyle": "--", "marker": "o", "markersize": 6, "markerfacecolor": "w"}
-    axis.plot(*points(records, validation), **dashed, linewidth=1)
+    axis.plot(steps, values, color=color, linewidth=1.5, marker=marker, label=label)
+    axis.plot(*points(records, validation), "o--", color=color, markerfacecolor="w", linewidth=1)
     for before, after in pairwise(records):
         earlier, policy = before.get("recompute"), after.get("recompute")
         if earlier and policy and earlier != policy:
             label = f"{policy} by step {after['step']:,}"
-            axis.axvline(after["step"], color=look["color"], linewidth=0.8, zorder=1, label=label)
+            axis.axvline(after["step"], color=color, linewidth=0.8, zorder=1, label=label)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -11,7 +11,7 @@ Every figure is the result of `python -m scripts.plan_memory` for the flags in t
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain, product
 from typing import Any
@@ -21,10 +21,9 @@ from tqdm import tqdm
 from planner import CARDS
 from planner.choose import UNIFORM_POLICIES
 from scripts import cli_main
-from scripts.benchmark import table
 from scripts.plan_memory import make_plan, parse
 from scripts.plan_table import (
-    as_json,
+    as_row,
     digits,
     format_time,
     longest_sequence,
@@ -40,10 +39,17 @@ from trainer.settings import SHAPE_BY_MODEL
 Rows = list[dict[str, Any]]
 
 
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [[*header], *map(list, rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def planned(flags: str, policy: str = "none", clock: str = "") -> Plan:
     """Return one row of plan_memory. `clock`: name of the card for which the time is predicted; "":
     the card that --card names."""
-    plan, _ = make_plan(parse(flags.split()))
+    plan = make_plan(parse(flags.split()))
     return replace(plan, card=CARDS.get(clock, plan.card)).with_policy(policy)
 
 
@@ -100,65 +106,37 @@ SHOWN = (
     "RTX 3060 12GB|RTX 3090|RTX 4060 Ti 16GB|RTX 4070|RTX 4090|RTX 5090|T4|L4|A10G|A100 40GB|A100|"
     "A100 PCIe|H100|H100 PCIe|H200|B200"
 ).split("|")
-# (policy, --loss-chunks) of the three largest batches in a cell of the table
-SPENT = (("none", 1), ("none", 0), ("full", 0))
 STEP = "--batch-size 16 --grad-accum-steps 32"  # half a million tokens per step, as for GPT-3
-SETTING = (
-    "model name batch_size grad_accum_steps seq_len flags peak_bytes seconds tokens_per_s".split()
-)
+
+
+SETTING = "policy batch_size grad_accum_steps seq_len peak_bytes seconds tokens_per_s".split()
 
 
 def card_row(name: str) -> dict[str, Any]:
-    """Return a row: for each model the largest micro-batches, one for each entry of SPENT (0: not
-    one sequence fits), and the fastest settings for the largest model that trains on this card."""
-    flags = {model: f"--card {name.replace(' ', '-')} --model {model}" for model in SHAPE_BY_MODEL}
-    batches = {
-        model: [
-            planned(f"{words} --batch-size 1 --loss-chunks {chunks}", policy).largest_batch
-            for policy, chunks in SPENT
-        ]
-        for model, words in flags.items()
-    }
-    fit = (
-        planned(f"{flags[model]} {STEP}")
-        for model in reversed(SHAPE_BY_MODEL)
-        if batches[model][-1]
-    )
-    best = next(settings[0] for settings in map(search_settings, fit) if settings)
-    row = as_json(best, best.settings) | {"model": best.settings.model}
-    return {
-        "card": name,
-        "memory_bytes": CARDS[name].memory,
-        "largest_batch": batches,
-        "fastest": {key: row[key] for key in SETTING},
-    }
+    """Return a row: the fastest settings for the largest model that trains on this card."""
+    flags = f"--card {name.replace(' ', '-')} {STEP}"
+    plans = (planned(f"{flags} --model {model}") for model in reversed(SHAPE_BY_MODEL))
+    found = (search_settings(plan) for plan in plans if plan.state_bytes < plan.usable_bytes)
+    best = next(filter(None, found))[0]
+    row = as_row(best)
+    return {"card": name, "model": best.settings.model} | {key: row[key] for key in SETTING}
 
 
 def format_cards(rows: Rows) -> str:
-    """Return two Markdown tables: rows like "| RTX 3060 12GB | `gpt2-medium` | 4 x 128 | none |
-    ...", then rows like "| RTX 3060 12GB | 9 / 26 / 128 | ...". In the second table, cards with
-    equal figures share a row."""
-    fastest = (
+    """Return the Markdown table: rows like "| RTX 3060 12GB | `gpt2-medium` | 4 x 128 | ..."."""
+    cells = (
         [
             row["card"],
-            f"`{best['model']}`",
-            f"{best['grad_accum_steps']} x {best['batch_size']}",
-            best["name"],
-            format_bytes(best["peak_bytes"]),
-            digits(3, best["tokens_per_s"]),
-            format_time(10**9 / best["tokens_per_s"]),
+            f"`{row['model']}`",
+            f"{row['grad_accum_steps']} x {row['batch_size']}",
+            row["policy"],
+            format_bytes(row["peak_bytes"]),
+            digits(3, row["tokens_per_s"]),
+            format_time(10**9 / row["tokens_per_s"]),
         ]
         for row in rows
-        for best in (row["fastest"],)
     )
-    alike = defaultdict[tuple[str, ...], list[str]](list)
-    for row in sorted(rows, key=lambda row: row["memory_bytes"]):
-        sizes = (" / ".join(f"{n:,}" for n in of) for of in row["largest_batch"].values())
-        alike[tuple(cell.replace("0 / 0 / 0", "-") for cell in sizes)].append(row["card"])
-    batches = ([", ".join(names), *cells] for cells, names in alike.items())
-    columns = ("card", "largest model", "a step", "policy", "peak", "tokens/s", "1B tokens")
-    models = (f"`{model}`" for model in SHAPE_BY_MODEL)
-    return f"{table(columns, fastest)}\n\n{table(['', *models], batches)}"
+    return table("card|largest model|a step|policy|peak|tokens/s|1B tokens".split("|"), cells)
 
 
 # ---- How long a sequence may be

@@ -37,21 +37,6 @@ settings.register_profile("the same each time", deadline=None, derandomize=True)
 settings.load_profile("the same each time")
 
 
-def pytest_collection_modifyitems(items) -> None:
-    for item in items:  # (with xdist a report has no marks, only `user_properties`)
-        marks = item.iter_markers("reliability")
-        item.user_properties += [("row", mark.args) for mark in marks]
-
-
-def pytest_terminal_summary(terminalreporter, config) -> None:
-    from harness.rows import table
-
-    if config.getoption("-m") == "reliability":
-        terminalreporter.section("the table of docs/reliability.md")
-        reports = [report for some in terminalreporter.stats.values() for report in some]
-        terminalreporter.write_line("\n".join(table(reports)))
-
-
 @pytest.fixture
 def thorough(request) -> bool:
     """True if only reliability tests are selected, with -m reliability. Then tests with random

@@ -1,15 +1,11 @@
-"""Cards: figures that fit each other, names that mean one card or none, and the documents' tables
-of what they train (studies/results/cards.json), which are true."""
+"""Cards: figures that fit each other, and names that mean one card or none."""
 
-import json
 import re
 
 import pytest
-from harness.runs import ROOT
 
 from planner import CARDS
 from planner.cards import canonical_card_name, match_card
-from studies import tables
 
 # What torch.cuda.get_device_name() says -> the card. (Names of the form "NVIDIA <card>" and "NVIDIA
 # GeForce <card>" are drawn from the table.)
@@ -94,19 +90,3 @@ def test_a_person_may_be_brief_but_not_unclear():
         assert len(str(caught.value)) < 220
     with pytest.raises(ValueError, match=", ".join(CARDS)):
         canonical_card_name("list")
-
-
-# ---- what they train (that docs/planning.md has the table: test_results.py)
-
-ROWS = json.loads((ROOT / "studies/results/cards.json").read_text())["rows"]
-REMAKE = "if the change is meant: studies/README.md has the command"
-
-
-@pytest.mark.slow
-def test_a_row_is_found_again():
-    found, wanted = tables.card_row(ROWS[0]["card"]), dict(ROWS[0])
-    best, shown = found.pop("fastest"), wanted.pop("fastest")
-    assert found == wanted, REMAKE
-    for name, value in best.items():
-        same = pytest.approx(value, rel=1e-9) if isinstance(value, float) else value
-        assert shown[name] == same, REMAKE

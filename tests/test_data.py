@@ -13,10 +13,8 @@ import signal
 import subprocess
 import sys
 from functools import partial
-from itertools import chain, compress
-from operator import not_
+from itertools import chain
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock, patch
 
 import numpy as np
@@ -31,21 +29,11 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 
-from data import (
-    DataError,
-    Dataset,
-    Tokenizer,
-    Tokens,
-    TrainBatches,
-    ValBatches,
-    load_dataset,
-)
+from data import DataError, Dataset, Tokenizer, Tokens, TrainBatches, ValBatches, load_dataset
 from data import documents as documents_module
-from data.documents import iter_chunked_documents, iter_text_chunks
+from data.documents import iter_chunked_documents
 from data.files import find_files
-from data.store import locked
-from data.tokenizer import GPT2_PATTERN, format_ranks, load_tokenizer, train_bpe
-from data.tokens import open_token_file
+from data.tokenizer import GPT2_PATTERN, format_ranks, load_tokenizer
 
 CPU = torch.device("cpu")
 law = settings(max_examples=40)
@@ -59,20 +47,14 @@ def load(cache: Path, *paths: Path | str, val: list[str] | None = None, **option
 
 
 def ids(tokens: Tokens) -> list[int]:
-    """By way of numpy alone."""
-    parts = (np.fromfile(f.path, f.dtype, f.count, offset=f.offset) for f in tokens.files)
-    return [id for part in parts for id in part.tolist()][tokens.start : tokens.stop]
+    return np.fromfile(tokens.path, tokens.dtype).tolist()
 
 
-def texts(tokens: Tokens) -> list[bytes]:
-    """The documents behind ids of the byte tokenizer."""
-    documents = "".join(map(chr, ids(tokens))).split(chr(EOT))[1:]
-    return [document.encode("latin-1") for document in documents]
+def never(*args: object) -> None:
+    raise AssertionError(f"called with {args}")
 
 
 # ---- Which files are meant
-
-TOP = "[x].txt", "a.md", "b.txt"
 
 
 @pytest.fixture(autouse=True)
@@ -88,46 +70,47 @@ def write(*names: str) -> None:
 
 def test_folders_and_globs() -> None:
     """What a folder leaves out is named in one line for all names; but hidden files, and a run's
-    own log, are no news. Folders that are links are searched, too, each once."""
-    write("../out/f.txt", *TOP, "sub/c.PY", "sub/.hidden.txt", ".git/d.txt", "e.png", "1.pdf")
-    write("sub/2.PDF", "LICENSE", "__pycache__/a.pyc", "sub/run.metrics.jsonl")
-    for link, target in {"sub/up": "..", "d": "../out"}.items():
+    own log, are no news. A file to which several paths lead is taken once."""
+    write("../out/f.txt", "[x].txt", "a.md", "b.txt", "sub/c.PY", "sub/.hidden.txt", ".git/d.txt")
+    write("e.png", "1.pdf", "sub/2.PDF", "LICENSE", "__pycache__/a.pyc", "sub/run.metrics.jsonl")
+    for link, target in {"sub/up": "..", "d": "../out", "no.bin": "nowhere"}.items():
         os.symlink(target, link)
     for names, found in {
         ("b*.txt", "b.txt", "a.md"): ["b.txt", "a.md"],
         ("**/*.PY",): ["sub/c.PY"],
         ("[x].txt",): ["[x].txt"],
         ("./e.png",): ["e.png"],  # named on purpose: whether it is text, its bytes tell
-        ("su[b]",): ["sub/c.PY", *(f"sub/up/{name}" for name in (*TOP, "d/f.txt"))],
+        ("su[b]",): ["sub/c.PY"],
+        ("d", "../out"): ["d/f.txt"],
     }.items():
         assert find_files(names, "", lambda line: None) == [Path(name) for name in found]
     lines: list[str] = []
-    assert len(find_files((".", "e.png"), "--train-data", lines.append)) == 6
+    assert len(find_files((".", "e.png"), "--train-data", lines.append)) == 5
     (line,) = lines
-    assert "--train-data . and 1 more: 6 files; skipped for their suffix: ./1.pdf and 3 mo" in line
-    os.symlink("nowhere", "no.bin")
-    with pytest.raises(DataError, match="--train-data ./no.bin: not a regular file, or a link to"):
-        find_files(["."], "--train-data", never)
+    assert "--train-data . and 1 more: 5 files; skipped for their suffix: ./1.pdf and 5 mo" in line
 
 
-def test_what_a_name_says() -> None:
+def test_what_a_name_says(cache) -> None:
     """JSON Lines have several suffixes, and a .json file may have them, too; a file that is named
     so validates."""
-    rows = [json.dumps({"text": f"row {i}", "url": "x"}) for i in range(3)]
-    Path("a.json").write_text("[\n" + ",\n".join(rows) + "]")
-    for name in ("b.jsonl", "b.ndjson", "b.JSONLINES", "b.json", "a.json"):
-        Path("b" + name[1:]).write_text("\n".join(rows))
+    rows, lines = [json.dumps({"text": f"row {i}", "url": "x"}) for i in range(3)], []
+    Path("a.json").write_text(array := "[\n" + ",\n".join(rows) + "]")
+    for name in ("b.jsonl", "b.ndjson", "b.JSONLINES", "b.json"):
+        Path(name).write_text("\n".join(rows))
         found = ["".join(chunks) for chunks in iter_chunked_documents(Path(name))]
-        assert found == (
-            ["row 0", "row 1", "row 2"] if name != "a.json" else [Path(name).read_text()]
-        )
-    lines: list[str] = []
-    names = "train.txt", "my_VAL.md", "validation-2.txt", "values.txt", "interval.txt"
-    write(*(f"in/{name}" for name in names))
-    data = load(Path("cache"), "in", say=lines.append)
-    assert texts(data.val_tokens) == [f"this is in/{name}".encode() for name in names[1:3]]
-    assert len(texts(data.train_tokens)) == 3
+        assert found == ["row 0", "row 1", "row 2"]
+    assert ["".join(chunks) for chunks in iter_chunked_documents(Path("a.json"))] == [array]
+    write("in/train.txt", "in/my_VAL.md", "in/validation-2.txt", "in/values.txt", "in/interval.txt")
+    train, val = read(load(cache, "in", say=lines.append))
+    assert val == "this is in/my_VAL.md<|endoftext|>this is in/validation-2.txt"
+    assert train.count("<|endoftext|>") == 2
     assert "note     for validation, by its name: in/my_VAL.md and 1 more" in lines
+
+
+def read(data: Dataset) -> list[str]:
+    """The text of each part, without its first <|endoftext|>."""
+    parts = ids(data.train_tokens), ids(data.val_tokens)
+    return [data.tokenizer.decode(part).removeprefix("<|endoftext|>") for part in parts]
 
 
 # ---- Reading in chunks
@@ -149,77 +132,52 @@ def patterns() -> list[str]:
 @given(
     st.lists(st.lists(st.sampled_from(PIECES), max_size=4), min_size=5, max_size=25),
     st.integers(60, 150),
+    st.sampled_from([".txt", ".jsonl"]),
 )
-def test_chunks_have_the_words_of_the_whole(patterns, tmp_path_factory, groups, size) -> None:
+def test_chunks_have_the_words_of_the_whole(patterns, tmp_path_factory, groups, size, kind) -> None:
     """And so they have its ids."""
-    text = "a,".join(map("".join, groups))  # so there is a place to cut in any 60 bytes
-    path = tmp_path_factory.getbasetemp() / "chunks.txt"
-    path.write_bytes(text.encode())
+    text = "a,".join(map("".join, groups))  # so there is a place to cut in any 60 characters
+    path = tmp_path_factory.getbasetemp() / f"chunks{kind}"
+    path.write_bytes((text if kind == ".txt" else json.dumps({"text": text})).encode())
     with patch.object(documents_module, "CHUNK", size):
-        parts = list(iter_text_chunks(path, 0, path.stat().st_size))
+        ((*parts,),) = iter_chunked_documents(path)
     assert "".join(parts) == text and len(parts) >= len(text) / size
-    path.with_suffix(".jsonl").write_text(json.dumps({"text": text}))
-    with patch.object(documents_module, "CHUNK", size):
-        ((*of_a_line,),) = iter_chunked_documents(path.with_suffix(".jsonl"))
-    assert "".join(of_a_line) == text and len(of_a_line) >= len(text) / size
     for pattern in patterns:
-        words = [word for part in of_a_line for word in regex.findall(pattern, part)]
-        assert words == regex.findall(pattern, text)
         words = [word for part in parts for word in regex.findall(pattern, part)]
         assert words == regex.findall(pattern, text)
 
 
-# ---- Documents and splits
+# ---- Splits
+
+texts = st.lists(st.text("a b\n\ré\U0001f600"), min_size=1, max_size=12)
 
 
 @law
-@given(
-    st.lists(st.text("a b\n\ré\U0001f600"), min_size=1, max_size=12),
-    st.floats(0.05, 0.95),
-    st.sampled_from(["lines", "lines of a key", "files", "files with a mark"]),
-)
-@example(["é" * 1000], 0.1, "files")
-@example(["ab\n" * 10] * 4, 0.2, "files")  # a fifth would validate
-@example(["first\r\nsecond <|endoftext|> é\n\n" * 50], 0.1, "files with a mark")
-@example([f"line {i}\nü" for i in range(30)], 0.1, "lines")
-@example(["", " \n" * 40, " \n" * 40 + "x", *"abcdefgh"], 0.5, "files with a mark")
-@example(["", "\n", *"abcdefgh"], 0.5, "lines")
-def test_every_byte_in_the_split_of_the_rule(tmp_path_factory, documents, ratio, layout) -> None:
-    """And no character is cut. Documents without text are left out, and counted."""
-    assume("lines" not in layout or len(documents) * ratio >= 1)  # (else: cases/bad_input.py)
-    folder = tmp_path_factory.mktemp("texts")
-    key = "a key" if "key" in layout else None
-    mark = b"\xef\xbb\xbf" if "mark" in layout else b""
-    wholes = [document.encode() for document in documents]
-    files = {f"{i:02}.txt": mark + whole for i, whole in enumerate(wholes)}
-    if "lines" in layout:
-        lines = [json.dumps({"text": 3, key or "text": document}) for document in documents]
-        lines[0] = f'{{"id": {"7" * 5000},{lines[0][1:]}'  # more digits than an int of Python has
-        files = {"x.JSONL": "\n\n".join(lines).encode()}
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
+@given(texts, st.floats(0.05, 0.95), st.none() | st.integers(1, 20), st.booleans())
+@example(["é" * 1000], 0.1, None, False)
+@example(["first\r\nsecond <|endoftext|> é\n\n" * 50], 0.1, None, False)
+@example(["", " \n" * 20, *"abcdefgh"], 0.5, None, False)
+def test_the_end_of_all_text_validates(tmp_path_factory, documents, ratio, limit, in_lines) -> None:
+    """Every byte is in one split, but a byte order mark. Documents without text are left out, and
+    counted. Numbers in JSON may have more digits than an int of Python has."""
+    folder, said = tmp_path_factory.mktemp("texts"), []
+    for i, text in enumerate(documents):
+        (folder / f"{i:02}.txt").write_text(text, encoding="utf-8-sig", newline="")
+    paths, options = [folder], {"val_ratio": ratio, "max_tokens": limit}
+    if in_lines:
+        lines = [f'{{"id": {"7" * 5000}, "a key": {json.dumps(text)}}}' for text in documents]
+        paths, options["text_key"] = [folder / "x.JSONL"], "a key"
+        paths[0].write_text("\n\n".join(lines))
     with patch.object(documents_module, "CHUNK", 50):
-        said: list[str] = []
-        data = load(folder / "cache", folder, val_ratio=ratio, text_key=key, say=said.append)
-    train, val = texts(data.train_tokens), texts(data.val_tokens)
-    if len(wholes) * ratio >= 1:  # every 1 / ratio-th
-        turns = [int((i + 1) * ratio) > int(i * ratio) for i in range(len(wholes))]
-        wanted_val = [*compress(wholes, turns)]
-        wanted_train = [*compress(wholes, map(not_, turns))]
-    else:
-        wanted_val = [tail(mark + whole, ratio).removeprefix(mark) for whole in wholes]
-        ends = map(len, wanted_val)
-        wanted_train = [whole[: len(whole) - n] for whole, n in zip(wholes, ends, strict=True)]
-    assert train == [text for text in wanted_train if text.strip()]
-    assert val == [text for text in wanted_val if text.strip()]
-    if len(wholes) * ratio >= 1:
-        n = sum(not whole.strip() for whole in wholes)
-        assert (f"documents without text: {n}; left out" in "".join(said)) == (n > 0)
-
-
-def tail(content: bytes, ratio: float) -> bytes:
-    """It begins with a whole character."""
-    return content[int(len(content) * (1 - ratio)) :].lstrip(bytes(range(0x80, 0xC0)))
+        data = load(folder / "cache", *paths, say=said.append, **options)
+    whole = [id for text in documents if text.strip() for id in (EOT, *text.encode())]
+    if limit:
+        whole = whole[: int(limit / min(ratio, 1 - ratio)) + 1]
+    n_train = max(0, len(whole) - max(1, int(len(whole) * ratio)))
+    assert ids(data.train_tokens) == whole[:n_train][:limit]
+    assert ids(data.val_tokens) == whole[n_train:][:limit]
+    n = sum(not text.strip() for text in documents)
+    assert limit or (f"documents without text: {n}; left out" in "".join(said)) == (n > 0)
 
 
 LAYOUTS = [
@@ -237,12 +195,11 @@ n_tokens = st.integers(2, 9) | st.just(300)  # the first are shorter than llm.c'
 @given(
     st.lists(st.tuples(st.sampled_from(LAYOUTS), n_tokens, st.booleans()), min_size=1, max_size=4),
     st.floats(0.05, 0.95),
-    st.none() | st.integers(1, 20),
 )
-@example([(layout, 300, False) for layout in LAYOUTS], 0.1, None)
-def test_token_files_are_read_in_place(tmp_path_factory, files, ratio, limit) -> None:
-    """Those named val validate, or a tail of all. At the next start they are not read again, and
-    the fingerprint is of the ids alone, however they are stored."""
+@example([(layout, 300, False) for layout in LAYOUTS], 0.1)
+def test_token_files_are_read_whole(tmp_path_factory, files, ratio) -> None:
+    """Those named val validate, or the end of all. The fingerprint is of the ids alone, however
+    they are stored."""
     folder, cache = (tmp_path_factory.mktemp(name) for name in ("tokens", "cache"))
     named, tokens = ([], []), np.random.default_rng(0).integers(0, 257, (len(files), 300))
     for i, ((suffix, dtype, content), n, is_val) in enumerate(files):
@@ -253,49 +210,35 @@ def test_token_files_are_read_in_place(tmp_path_factory, files, ratio, limit) ->
     if not (train and val):
         train, n_val = train + val, max(1, int(len(train + val) * ratio))
         train, val = train[:-n_val], train[-n_val:]
-    options = {"val_ratio": ratio, "max_tokens": limit}
-    data = load(cache, folder, **options)
-    with patch.object(Tokens, "read", never):
-        assert load(cache, folder, **options).fingerprint == data.fingerprint
-    assert ids(data.train_tokens) == train[:limit] and ids(data.val_tokens) == val[:limit]
-    assert np.array_equal(data.train_tokens.read(), train[:limit])
-    fewer = load(cache, folder, val_ratio=ratio, max_tokens=1)
-    is_cut = len(data.train_tokens) > 1 or len(data.val_tokens) > 1
-    assert (fewer.fingerprint != data.fingerprint) == is_cut
-    for name, part in (("a_train.npy", train), ("a_val.npy", val)):
-        np.save(folder / name, np.array(part[:limit]))
-    again = load(cache, folder / "a_train.npy", val=[str(folder / "a_val.npy")])
-    assert again.fingerprint == data.fingerprint
-    np.save(folder / "a_train.npy", np.array(train[:limit] + [7]))
-    again = load(cache, folder / "a_train.npy", val=[str(folder / "a_val.npy")])
-    assert again.fingerprint != data.fingerprint
+    with patch("data.tokens.CHUNK_TOKENS", 7):
+        data = load(cache, folder, val_ratio=ratio)
+    assert ids(data.train_tokens) == train and ids(data.val_tokens) == val
+    for more in ([], [7]):
+        np.save(folder / "a.npy", np.array(train + more))
+        np.save(folder / "b.npy", np.array(val))
+        again = load(cache, folder / "a.npy", val=[str(folder / "b.npy")])
+        assert (again.fingerprint == data.fingerprint) == (not more)
 
 
 def test_val_data_leaves_all_of_train_data_on_which_alone_bpe_is_trained(cache) -> None:
-    """What is in both is refused, under whatever name. A share far from --val-ratio is said."""
+    """What is in both is refused, under whatever name."""
     Path("a.txt").write_text(trains := "training words\n" * 50)
     Path("b.txt").write_text(validates := "quibble quibble\n" * 50)
     os.symlink("a.txt", "link.txt")
     shutil.copy("a.txt", "copy.txt")
     for twin in ("a.txt", "link.txt", "copy.txt"):
-        with pytest.raises(
-            DataError, match=f"--val-data {twin}: the same content as a.txt of --tr"
-        ):
+        with pytest.raises(DataError, match=f"--val-data {twin}: the same content as a.txt of --t"):
             load(cache, "a.txt", val=["b.txt", twin])
-    lines: list[str] = []
-    data = load(cache, "a.txt", val=["b.txt"], tokenizer_name="bpe", say=lines.append)
-    assert read(data) == [trains, validates] and not any("note" in line for line in lines)
+    data = load(cache, "a.txt", val=["b.txt"], tokenizer_name="bpe")
+    assert read(data) == [trains, validates]
     assert ": 2 documents, 1.55 kB; " in data.description  # 15 and 16 bytes, 50 times each
     assert b" words" in data.tokenizer.ranks and b"quibble" not in data.tokenizer.ranks
     assert data.tokenizer.vocab_size < 1024  # so little text has no more pairs
-    Path("c.txt").write_text("long " * 2000)
-    load(cache, "a.txt", "b.txt", "c.txt", val_ratio=0.34, say=lines.append)
-    assert "note     86.6% of the tokens are for validation, --val-ratio is 0.34" in lines[-1]
 
 
 def test_a_limit_acts_before_the_encoding(cache) -> None:
     """On one line of JSON, too."""
-    Path("x.jsonl").write_text(json.dumps({"text": "ab " * 999}) + "\n" + '{"text": "val"}')
+    Path("x.jsonl").write_text(json.dumps({"text": "ab " * 999}))
     encoded: list[str] = []
     real = Tokenizer.encode
     with (
@@ -303,7 +246,13 @@ def test_a_limit_acts_before_the_encoding(cache) -> None:
         patch.object(Tokenizer, "encode", lambda self, t: encoded.append(t) or real(self, t)),
     ):
         data = load(cache, "x.jsonl", val_ratio=0.5, max_tokens=150)
-    assert len(data.train_tokens) == 150 and sum(map(len, encoded)) < 300
+    assert len(data.train_tokens) == 150 and sum(map(len, encoded)) < 500
+
+
+def test_a_million_blanks_in_a_row(cache) -> None:
+    """tiktoken's regex engine fails on them in one piece."""
+    Path("x.txt").write_text(text := "a" + " " * 1_500_000 + "x")
+    assert "".join(read(load(cache, "x.txt"))) == text
 
 
 # ---- Toy data and the built-in corpus
@@ -312,9 +261,8 @@ def test_a_limit_acts_before_the_encoding(cache) -> None:
 @pytest.mark.parametrize("vocab_size", [256, 70000])
 def test_toy_data_can_be_learned_down_to_ln_4(cache, vocab_size: int) -> None:
     """Each id has four successors, which are as frequent as each other."""
-    data = load_dataset(
-        None, None, use_toy_data=True, vocab_size=vocab_size, max_tokens=60_000, cache_dir=cache
-    )
+    options = {"tokenizer_name": None, "vocab_size": vocab_size, "max_tokens": 60_000}
+    data = load(cache, use_toy_data=True, **options)
     walk = np.array(ids(data.train_tokens) + ids(data.val_tokens))
     assert len(walk) == 120_000 and walk.max() < vocab_size == data.tokenizer.vocab_size
     pairs, counts = np.unique(np.stack([walk[:-1], walk[1:]]), axis=1, return_counts=True)
@@ -332,14 +280,12 @@ def test_the_built_in_corpus_is_python_source(cache, monkeypatch) -> None:
 
 # ---- The cache
 
-
 # A damaged cache is built anew, processes that race build it once, and a builder that is killed
 # leaves nothing that could be read. A run that goes on brings its tokenizer; the fingerprint tells
 # it that a text has changed.
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
 MORE = TEXT + "zebras buzz, zealots zigzag in a zeppelin\n" * 50  # words that TEXT has not
-TAIL = TEXT[:-9] + "hazy dog\n"  # it validates: the BPE is the same; so is the size
 
 
 @pytest.fixture
@@ -348,23 +294,13 @@ def text(tmp_path) -> Path:
     return tmp_path / "x.txt"
 
 
-def start(cache: Path, path: Path, **options: Any) -> Dataset:
+def start(cache: Path, path: Path, **options) -> Dataset:
     return load(cache, path, **({"tokenizer_name": "bpe", "vocab_size": 300} | options))
 
 
-def go_on(run: Dataset, cache: Path, path: Path, **options: Any) -> Dataset:
+def go_on(run: Dataset, cache: Path, path: Path, **options) -> Dataset:
     """What `run` has when it goes on."""
     return start(cache, path, tokenizer=Tokenizer.from_state(run.tokenizer.state()), **options)
-
-
-def never(*args: Any) -> None:
-    raise AssertionError(f"called with {args}")
-
-
-def read(data: Dataset) -> list[str]:
-    """The text of each part, which must be one document."""
-    parts = ids(data.train_tokens), ids(data.val_tokens)
-    return [data.tokenizer.decode(part).removeprefix("<|endoftext|>") for part in parts]
 
 
 def edit(path: Path, text: str) -> None:
@@ -375,38 +311,36 @@ def edit(path: Path, text: str) -> None:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-@settings(max_examples=25)
-@given(st.lists(st.sampled_from(["start", "go on", "edit", "move", "delete"]), max_size=7))
-@example(["go on", "delete", "go on", "start"])
-@example(["edit", "start", "edit", "edit", "go on", "move", "edit", "go on", "start"])
-def test_whatever_happens_ids_are_those_of_the_run(tmp_path_factory, happens) -> None:
-    """A cache is deleted, the text is moved, edited and edited back, other runs start on it. The
-    fingerprint tells when the ids are others. What has not changed is not read again."""
-    folder = tmp_path_factory.mktemp("run")
-    cache, path, texts = folder / "cache", folder / "x.txt", [TEXT, TAIL, MORE]
-    path.write_text(TEXT)
-    run = start(cache, path)
-    name_of = {(TEXT, run.tokenizer.fingerprint): run.fingerprint}
-    for what in happens:
-        if what == "edit":
-            texts.append(texts.pop(0))
-            edit(path, texts[0])
-        elif what == "move":
-            path = path.rename(path.with_name(f"x{path.name}"))
-        elif what == "delete":
-            shutil.rmtree(cache, ignore_errors=True)
-        else:
-            is_new = what == "start"
-            begin = partial(start, cache, path) if is_new else partial(go_on, run, cache, path)
-            with patch("data.corpus.train_bpe", train_bpe if is_new else never):
-                data = begin()
-            assert "".join(read(data)) == texts[0]
-            assert is_new or data.tokenizer.fingerprint == run.tokenizer.fingerprint
-            key = texts[0], data.tokenizer.fingerprint
-            assert data.fingerprint == name_of.setdefault(key, data.fingerprint)
-            with patch("data.documents.open", never, create=True):
-                assert begin(say=never).description == data.description
-    assert len(set(name_of.values())) == len(name_of)
+OTHER = TEXT[:-9] + "hazy dog\n"  # of the same size
+
+
+@pytest.mark.parametrize(
+    ("same", "act", "options"),
+    [
+        (True, lambda path, cache: edit(path, OTHER) or edit(path, TEXT), {}),
+        (True, lambda path, cache: edit(path, TEXT), {}),
+        (True, lambda path, cache: shutil.rmtree(cache), {}),
+        (False, lambda path, cache: edit(path, OTHER), {}),
+        (False, lambda path, cache: None, {"val_ratio": 0.3}),
+        (False, lambda path, cache: None, {"max_tokens": 20}),
+        (False, lambda path, cache: None, {"val": ["other.txt"]}),
+    ],
+)
+def test_a_fingerprint_follows_from_content_and_split(cache, text, same, act, options) -> None:
+    """Whatever happened, a run that goes on has the ids of the text as it is, and the fingerprint
+    tells whether they are others. What has not changed is not read again."""
+    Path("other.txt").write_text(MORE)
+    run = start(cache, text)
+    act(text, cache)
+    moved = text.rename("moved.txt")
+    with patch("data.corpus.train_bpe", never):
+        data = go_on(run, cache, moved, **options)
+        with patch("data.documents.open", never, create=True):
+            again = go_on(run, cache, moved, say=never, **options)
+    assert options or "".join(read(data)) == moved.read_text()
+    assert data.tokenizer.fingerprint == run.tokenizer.fingerprint
+    assert (data.fingerprint == run.fingerprint) == same
+    assert again.description == data.description
 
 
 @pytest.fixture(scope="module")
@@ -431,8 +365,8 @@ def test_what_is_no_cache_is_built_anew(kept, number, damage) -> None:
     for it; then all is as it was."""
     path, cache, files = kept
     damaged = list(files)[number]
-    size = len(files[damaged])
     if isinstance(damage, int):
+        size = len(files[damaged])
         flipped = int.from_bytes(files[damaged], "big") ^ 1 << damage % (8 * size)
         damage = flipped.to_bytes(size, "big")
     damaged.unlink()
@@ -445,27 +379,15 @@ def test_what_is_no_cache_is_built_anew(kept, number, damage) -> None:
     start(cache, path, say=never)
 
 
-def test_a_name_follows_from_content_tokenizer_and_split(cache, text, tmp_path) -> None:
-    """A tokenizer is not looked for when the run brings it."""
-    moved = Path(shutil.copy(text, tmp_path / "elsewhere.txt"))
-    run = start(cache, text)
-    assert start(cache, moved).fingerprint == run.fingerprint
-    saved = text.with_name("Mine.Tiktoken")
+def test_a_tokenizer_is_not_looked_for_when_the_run_brings_it(cache, text) -> None:
+    run, saved = start(cache, text), Path("Mine.Tiktoken")
     saved.write_text(format_ranks(load_tokenizer("byte").ranks))
     by_name = {"tokenizer_name": str(saved), "vocab_size": None}
     other = go_on(run, cache, text, **by_name)
     assert other.tokenizer.name == str(saved)  # that of the run is left aside
     saved.unlink()  # (or a vocabulary that would be downloaded)
     assert go_on(other, cache, text, say=never, **by_name).fingerprint == other.fingerprint
-    names = {run.fingerprint, other.fingerprint, start(cache, text, vocab_size=280).fingerprint}
-    edit(text, MORE)
-    splits = {"val_ratio": 0.3}, {"max_tokens": 20}, {"val": [str(moved)]}
-    names |= {go_on(run, cache, text, **options).fingerprint for options in ({}, *splits)}
-    assert len(names) == 7
-    lines = text.with_suffix(".jsonl")
-    lines.write_text("\n".join(json.dumps({"text": f"a{i}", "x": f"b{i}"}) for i in range(20)))
-    a, b = (go_on(run, cache, lines, text_key=key) for key in (None, "x"))
-    assert "a1" in "".join(read(a)) and "b1" in "".join(read(b))
+    assert len({x.fingerprint for x in (run, other, start(cache, text, vocab_size=280))}) == 3
 
 
 CHILD = """
@@ -503,7 +425,6 @@ def test_processes_that_race_build_once_also_after_one_was_killed(cache, text, t
     fresh = load(tmp_path / "new", text, tokenizer_name="bpe")
     made = re.findall("^made (.*) (.*)$", both.stdout, re.M)
     assert made == [(fresh.fingerprint, fresh.tokenizer.fingerprint)] * 2
-    assert "".join(read(load(cache, text, tokenizer_name="bpe", say=never))) == TEXT
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the module is imported already
@@ -518,77 +439,54 @@ def test_the_cache_can_lie_elsewhere(monkeypatch, tmp_path) -> None:
         ("fcntl.flock", OSError(errno.EIO, "I/O"), 2, "^cache: I/O; MINIGPT_CACHE names another f"),
         ("pathlib.Path.mkdir", OSError(errno.EROFS, "R/O", "cache"), 2, "^cache: R/O; MINIGPT_CAC"),
         ("pathlib.Path.mkdir", OSError(errno.ENOSPC, "Full"), 3, "^cache: Full; MINIGPT_CACHE"),
-        ("os.scandir", OSError(errno.EACCES, "denied", "in/sub"), 2, "^in/sub: denied$"),
     ],
 )
-def test_errors_of_a_disk(monkeypatch, function, error, code, says) -> None:
-    """An error that comes from the cache says how to move it. (And another text has another lock,
-    and the folder that another process builds stays.)"""
-    write("in/x.txt")
-    cache = Path("cache")
-    with locked(cache / "of another", never):
-        start(cache, Path("in"), say=lambda line: "waiting" in line and never(line))
-    shutil.rmtree(cache)
-    (cache / ".tmp-of another-x").mkdir(parents=True)
+def test_errors_of_a_disk(monkeypatch, text, function, error, code, says) -> None:
+    """An error that comes from the cache says how to move it."""
     monkeypatch.setattr(function, Mock(side_effect=error))
     with pytest.raises(DataError, match=says) as raised:
-        start(cache, Path("in"))
-    assert raised.value.exit_code == code and (cache / ".tmp-of another-x").exists()
+        start(Path("cache"), text)
+    assert raised.value.exit_code == code
 
 
 # ---- Batches: every window once an epoch, a pure function of the index
 
-lengths = st.lists(st.integers(0, 40), min_size=1, max_size=5)
-
-
-def numbered(folder: Path, lengths: list[int]) -> Tokens:
-    """Files of such lengths, of several kinds, whose ids count up through all of them."""
-    numbers = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
-    paths = []
-    for i, (ids, (suffix, dtype, content)) in enumerate(zip(numbers, LAYOUTS, strict=False)):
-        paths.append(folder / f"{i}{suffix}")
-        paths[-1].write_bytes(content(ids.astype(dtype)))
-    return Tokens.of_files(map(open_token_file, paths), sum(lengths))
-
 
 @law
-@given(lengths, st.integers(1, 5), st.integers(1, 6), st.integers(0, 3), st.integers(0, 60))
-@example([7] * 5, 2, 6, 0, 0)  # windows cross files, so all but 4 ids are trained on
-def test_batches_are_those_of_a_plain_sampler(tmp_path_factory, lengths, B, T, seed, max_tokens):
+@given(
+    st.integers(1, 160),
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.integers(0, 3),
+    st.integers(0, 60),
+)
+def test_batches_are_those_of_a_plain_sampler(tmp_path_factory, count, B, T, seed, max_tokens):
     """Which windows, in which order, and their labels, over three epochs; and a fixed validation,
     evenly spread if it is limited, which B cuts into batches, and no more."""
-    files = numbered(tmp_path_factory.getbasetemp(), lengths)
-    windows = oracle.windows([*range(sum(lengths))], T)
+    tokens = Tokens(tmp_path_factory.getbasetemp() / "ids.bin", count)
+    tokens.write([np.arange(count)])
+    windows = oracle.windows([*range(count)], T)
     n = len(windows)
     assume(windows)  # (What is said without one: cases/bad_input.py.)
-    train = TrainBatches(files, B, T, seed, CPU)
+    train = TrainBatches(tokens, B, T, seed, CPU)
     numbers = [*range(-(-3 * n // B)), 0]  # epochs end inside of batches; of its number alone
     batches = [train[number] for number in numbers]
     wanted = [oracle.training_batch(windows, B, seed, number) for number in numbers]
     assert all(map(torch.equal, chain(*batches), chain(*wanted)))
     assert train.epochs_before(n) == B and train.n_windows == n
 
-    val = ValBatches(files, B, T, max_tokens, CPU)
+    val = ValBatches(tokens, B, T, max_tokens, CPU)
     chosen = n if max_tokens == 0 else 1 if max_tokens < T else min(n, max_tokens // T)
     rows = [windows[i * n // chosen] for i in range(chosen)]
     parts = [oracle.shifted(rows[i : i + B]) for i in range(0, chosen, B)]
     assert len(val) == len([*val]) == len(parts)  # ends by IndexError
     assert all(map(torch.equal, chain(*val), chain(*parts)))
-    with pytest.raises(IndexError):
-        val[-1]
 
 
-def test_ids_are_read_in_chunks_and_checked(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("data.tokens.CHUNK_TOKENS", 3)  # so many tokens are read at a time
-    tokens = numbered(tmp_path, [5, 0, 7])
-    part = tokens.part(1, 99)
-    assert [*map(len, part.chunks())] == [3, 3, 3, 2] and ids(part) == [*range(1, 12)]
-    assert part.part(3, 8).read().tolist() == [*range(4, 9)]
-    hashes = {t.sha256() for t in (tokens, part, tokens.part(0, 11), part.part(0, 10))}
-    assert len(hashes) == 4
-    np.array([0, 11], "<u2").tofile(tokens.files[0].path)
-    with pytest.raises(DataError, match="0.bin: it is shorter than it was; put it back"):
-        tokens.read()
-    np.array([0, 1, 2, 3, 12], "<u2").tofile(tokens.files[0].path)
-    with pytest.raises(DataError, match="0.bin: holds id 12, but the tokenizer ends at 11"):
-        tokens.read()
+@pytest.mark.parametrize("damage", [[0, 1], [0, 1, 9, 3]])  # cut off; an id of none
+def test_ids_are_checked_when_they_are_read(damage) -> None:
+    tokens = Tokens(Path("ids.bin"), 9)
+    tokens.write([np.array(damage)])
+    assert tokens.read(0, 2).tolist() == [0, 1]
+    with pytest.raises(DataError, match="ids.bin: it is shorter than it was, or was overwritten"):
+        tokens.read(1, 4)

@@ -124,9 +124,7 @@ def test_any_text_round_trips_and_ids_are_those_of_other_engines(kinds, theirs, 
 def test_odd_text_and_odd_ids_do_not_raise(bpe: Tokenizer) -> None:
     assert bpe.vocab_size == len(bpe.ranks) + 1 == bpe.eot_id + 1 == 1024
     assert bpe.decode([bpe.eot_id]) == "<|endoftext|>"
-    assert bpe.decode(bpe.encode("a\ud800b")) == "a?b"  # a lone surrogate, as JSON allows
-    spaces = " " * 1_500_000 + "x"  # tiktoken's regex engine gives up on this in one piece
-    assert bpe.decode(bpe.encode(spaces)) == spaces
+    assert bpe.decode(bpe.encode("a\ud800b")) == "a\ufffdb"  # a lone surrogate, as JSON allows
     assert bpe.decode(bpe.encode("é")[:1]) == bpe.decode([10**6]) == "\ufffd"
 
 
@@ -166,7 +164,7 @@ def test_gpt2_that_cannot_be_had_is_one_line(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})  # those that this process has loaded
     for name in ("https_proxy", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    with pytest.raises(DataError, match="gpt2: .* TIKTOKEN_CACHE_DIR to .* bpe or .* byte$"):
+    with pytest.raises(DataError, match="gpt2: .* TIKTOKEN_CACHE_DIR to .* choose byte, .* bpe$"):
         load_tokenizer("gpt2")
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from memory import POLICY_NAMES, recompute_plan_of_config
 from memory.policies import format_recompute_plan, parse_recompute_plan
+from planner import Layout
 from planner.formulas import count_parameters
 from trainer.settings import Settings, resolve
 
@@ -42,7 +43,7 @@ def test_only_settings_and_flags_import_argparse():
 # Of each type, and with what a shell or a parser might take for something else.
 WAYS = [
     ["--train-data", "x", "a b*.txt"],
-    ["--val-data=-x.txt"],
+    ["--val-data=x.txt"],
     ["--tokenizer-name=byte"],
     ["--use-toy-data"],
     ["--seed=7"],
@@ -50,7 +51,7 @@ WAYS = [
     ["--lr=1e-05"],
     ["--model=gpt2"],
     ["--n-layers=7"],
-    ["--init-from=-x"],
+    ["--init-from=x"],
     ["--use-activation-checkpoint"],
     ["--use-activation-checkpoint=mlp:7,full+offload"],
     ["--memory-budget=8GiB"],
@@ -138,7 +139,7 @@ BATCH = "--batch-size 5 --grad-accum-steps 2 --seq-len 10"  # 100 tokens a repli
     ],
 )
 def test_in_steps(flags, replicas, steps, warm_up):
-    run = resolve(typed(BATCH, flags), replicas)
+    run = resolve(typed(BATCH, flags), Layout("ddp", world_size=replicas))
     assert (run.num_steps, run.warmup_steps) == (steps, warm_up)
 
 

@@ -132,10 +132,10 @@ def test_mps_keeps_attentions_scores(policy, dropout):
 @pytest.mark.parametrize(("precision", "each"), [("bf16", 5 * 2 * 128 * (32 + 1) * 4), ("fp32", 0)])
 def test_inside_of_a_gpus_kernels(precision, each, monkeypatch):
     """While attention's backward runs: dq_accum and softmax_d; T = 32 and D = 16 are rounded up."""
-    monkeypatch.setattr("planner.step.cublas_workspace_bytes", lambda card: 1000)
+    monkeypatch.setattr("planner.simulate.cublas_workspace_bytes", lambda card: 1000)
     with_kernels = planner(CONFIG, precision, device_type="cuda").step(5, **FULL).bytes_by_op
-    monkeypatch.setattr("planner.step.kernel_workspace_bytes", lambda operator, args: 0)
-    monkeypatch.setattr("planner.step.cublas_workspace_bytes", lambda card: 0)
+    monkeypatch.setattr("planner.simulate.kernel_workspace_bytes", lambda operator, args: 0)
+    monkeypatch.setattr("planner.simulate.cublas_workspace_bytes", lambda card: 0)
     without = planner(CONFIG, precision, device_type="cuda").step(5, **FULL)
     more = with_kernels - without.bytes_by_op - 1000
     assert sorted(more)[-CONFIG.n_layers - 1 :] == [0] + [each] * CONFIG.n_layers

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from cases.shapes import CONFIG
+from harness.live_storages import LiveStorages
 from harness.marks import rest_slow
 from harness.runs import ready, train_here
 from hypothesis import given, settings
@@ -73,6 +74,23 @@ def test_all_but_six_gradients_a_block_keep_their_bits(kind, dropout, limit):
     if not dropout:
         _, truth = gradients("none", 1, "fp64", 0.0)
         assert error(first, truth) <= 1.05 * error(whole, truth)
+
+
+@pytest.mark.parametrize("way", ["full", "mlp:1,cheap", "full/2+offload"])
+def test_an_evaluation_needs_less_than_a_step_and_keeps_its_bits(way):
+    """It is in chunks, too. Whole, the (B, T, d_ff) tensors alone are twice a step's peak here."""
+    config = replace(LONG, recompute=way, mlp_chunks=16, max_position_embeddings=2048)
+    ids = torch.randint(61, (2, 2048))
+    with LiveStorages() as storages:
+        model = MemorySavingGPT(config).train()
+        model(ids, ids).backward()
+        step, storages.peak = storages.peak, 0
+        with torch.no_grad():
+            loss = model.eval()(ids, ids)
+    assert storages.peak < step
+    whole = MemorySavingGPT(replace(config, recompute="none", mlp_chunks=1)).eval()
+    whole.load_state_dict(model.state_dict())
+    assert torch.equal(loss, whole(ids, ids).detach())
 
 
 def test_a_trainer_has_autocasts_cache_off(tmp_path):

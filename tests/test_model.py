@@ -188,6 +188,7 @@ def written_plainly(model, ids, n_new, temperature=1.0, top_k=None, top_p=None):
         (1, 3, dict(temperature=0.0)),
         (LIMIT - 1, 3, dict()),
         (5, 1, dict(temperature=0.8, top_k=7)),
+        (5, 1, dict(temperature=0.8, top_k=0)),
         (LIMIT, 1, dict(temperature=1.5, top_p=0.7)),
         (LIMIT + 4, 3, dict(temperature=1.2, top_k=9, top_p=0.8)),
     ],

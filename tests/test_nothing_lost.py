@@ -5,14 +5,10 @@ gone, signals: each ends the run as the table says, and what it saved goes on to
 that nothing happened to. (Real processes: test_reliability.py. Faults: harness/faults.py, or here.)
 """
 
-import gc
 import os
 import re
 import signal
 import sys
-import warnings
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,15 +67,15 @@ def evaluation_fails(run) -> None:
 
 
 def shrink(name: str, n_tokens: int):
-    return lambda run: os.truncate(getattr(run.settings, name)[0], 2 * n_tokens)
+    return lambda run: os.truncate(getattr(run.data, name).path, 2 * n_tokens)
 
 
 def overwrite(run) -> None:
-    Path(run.settings.train_data[0]).write_bytes(b"\xff" * 1500)
+    run.data.train_tokens.path.write_bytes(b"\xff" * 1500)
 
 
 def unlink(run) -> None:
-    Path(run.settings.train_data[0]).unlink()
+    run.data.train_tokens.path.unlink()
 
 
 NCCL = DistBackendError("ncclUnhandledCudaError: ...\nLast error:\nFailed to CUDA calloc 6 bytes")
@@ -96,17 +92,24 @@ ASKED = "asked-in-evaluation:0:{}"
 # last step that it did; the steps that are saved, the newest first.
 BREAKS = {
     "data: training": (
-        *({8: shrink("train_data", 1)}, "--eval-interval=5"),
-        *(3, "train.bin: .* shorter than it was; put it back", 7, [5]),
+        *({8: shrink("train_tokens", 1)}, "--eval-interval=5"),
+        *(3, "train.bin: it is shorter than it was, or was overwritten; ", 7, [5]),
     ),
     "data: other ids": (
         *({8: overwrite}, "--eval-interval=5"),
-        *(3, "train.bin: holds id 65535, .* ends at 256: .*, or it was overwritten; ", 7, [5]),
+        *(3, "train.bin: it is shorter than it was, or was overwritten; ", 7, [5]),
     ),
-    "data: gone": ({8: unlink}, "--eval-interval=5", 3, "train.bin: .*; put it back", 7, [5]),
+    "data: gone": (
+        {8: unlink},
+        "--eval-interval=5",
+        3,
+        "cannot read .*train.bin: No such file",
+        7,
+        [5],
+    ),
     "data: validation": (  # all but one token of the last window is gone
-        *({8: shrink("val_data", 721)}, "--eval-interval=5"),
-        *(3, "val.bin: .* shorter than it was; put it back", 10, [5]),
+        *({8: shrink("val_tokens", 721)}, "--eval-interval=5"),
+        *(3, "val.bin: it is shorter than it was, or was overwritten; ", 10, [5]),
     ),
     "disk: saving": ({10: largest_file(20_000)}, "--save-interval=4", 3, DISK, 12, [8, 4]),
     "disk: logging": ({10: largest_file(3000)}, "", 3, "save .*run.metrics.jsonl: disk", 10, []),
@@ -122,8 +125,10 @@ BREAKS = {
     "memory: of an evaluation": ({20: evaluation_fails}, "", 4, NONE, 20, []),
     "memory: of NCCL": ({7: raising(NCCL)}, FIVE, 4, NONE, 6, [5]),
     "others: gone": ({7: raising(GLOO)}, FIVE, 3, "rank 0 lost the connection to an", 6, [5]),
-    "NaN: noticed one step late": (THREE, SILENT, 3, TWELVE, 15, []),
-    "NaN: none is saved": (THREE, f"{SILENT} {FIVE}", 3, TWELVE, 15, [10, 5]),
+    "NaN: none is saved": (
+        *(f"{THREE} nan:0:15", f"{SILENT} {FIVE}"),
+        *(3, "in 4 steps in a row, 12 to 15: try a lower --lr than 0.025; --det", 15, [10, 5]),
+    ),
     "NaN: a save asks": (THREE, f"{SILENT} --save-interval=7", 3, TWELVE, 14, [7]),
     "NaN: an evaluation asks": (THREE, f"{SILENT} --eval-interval=14", 3, TWELVE, 14, []),
     "NaN: at the end": (
@@ -134,8 +139,11 @@ BREAKS = {
     # Two in a row do not end it; and if each step is logged, each is known at once.
     "NaN: logged": (f"{THREE} {TWO} nan:0:8", "--save-interval=1", 3, TWELVE, 14, [11, 10]),
     "NaN: float16": (
-        *(" ".join(f"nan:0:{step}" for step in range(2, 30)), f"{SILENT} {FP16} --num-steps=40"),
-        *(3, "in 20 steps in a row, 2 to 21: .* --no-amp;", 22, []),
+        *(
+            " ".join(f"nan:0:{step}" for step in range(2, 30)),
+            f"--log-interval=21 {FP16} --num-steps=40",
+        ),
+        *(3, "in 20 steps in a row, 2 to 21: .* --no-amp;", 21, []),
     ),
     "signal: SIGTERM": ("term:0:7", "", 143, "SIGTERM after step 7: saved", 7, [7]),
     "signal: and a copy": ("term:0:7 term:0:7", "", 143, "SIGTERM after step 7: s", 7, [7]),
@@ -167,6 +175,7 @@ def data(tmp_path_factory):
     return ["--tokenizer-name=byte", f"--train-data={files[0]}", f"--val-data={files[1]}"], write
 
 
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_saved_is_there_and_goes_on(tmp_path, monkeypatch, capsys, data, name):
     faults, flags, expected, says, done, saved = BREAKS[name]
@@ -249,25 +258,15 @@ ANOTHER_ERROR = (
 )
 
 
-VAGUE = (  # they mean it if a GPU has next to no free memory
-    "CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasSgemm( handle, opa, opb)`",
-    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle, opa, opb)`",
-    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-)
-
-
-@pytest.mark.parametrize("free", [2**26, 2**30])
-@pytest.mark.parametrize("message", NO_MEMORY + ANOTHER_ERROR + VAGUE)
-def test_which_messages_say_that_there_is_no_memory_left(message, free, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 2**34))
-    known = message in NO_MEMORY or message in VAGUE and free == 2**26
-    assert is_out_of_memory(RuntimeError(message)) == known
+@pytest.mark.parametrize("message", NO_MEMORY + ANOTHER_ERROR)
+def test_which_messages_say_that_there_is_no_memory_left(message):
+    assert is_out_of_memory(RuntimeError(message)) == (message in NO_MEMORY)
     assert not is_out_of_memory(ValueError(message))  # a file may be called anything
 
 
 @SIGNALS
 def test_second_ctrl_c_ends_at_once(path):
-    faults = {"script": f"{FAULTS} train_minimal", "FAULTS": "int:0:7 again:0:7"}
+    faults = {"script": f"{FAULTS} train_minimal", "FAULTS": "int:0:7 int:0:7"}
     train(path, expect=-signal.SIGINT, **faults)
     assert not path.exists()
 
@@ -277,15 +276,6 @@ def test_a_signal_that_is_ignored_stays_ignored(name, path):
     number = getattr(signal, f"SIG{name.upper()}")
     signal.signal(number, signal.SIG_IGN)
     assert broken(path, f"{name}:0:5") == 0 and signal.getsignal(number) == signal.SIG_IGN
-
-
-def test_a_run_in_a_thread(path):
-    """Only the main thread can handle signals. And the run leaves no file open."""
-    with warnings.catch_warnings(record=True) as found, ThreadPoolExecutor(1) as pool:
-        warnings.simplefilter("always", ResourceWarning)
-        assert pool.submit(train_here, path).result() == 0
-        gc.collect()
-    assert not [str(w.message) for w in found if w.category is ResourceWarning]
 
 
 # ---- When a save is due
@@ -339,7 +329,7 @@ class OnMPS(torch.Tensor):
 )
 def test_a_step_that_is_not_finite_changes_nothing(tmp_path, monkeypatch, capsys, flags, device):
     """Neither weights nor moments, by a kernel that can skip a step and by one that cannot (MPS's);
-    and each is said, whether somebody looks at the steps or not."""
+    and how many is said with the next line."""
     clip = OneProcess.clip_gradients
     if device == "mps":
         on_mps = lambda *how: clip(*how).as_subclass(OnMPS)  # noqa: E731
@@ -351,8 +341,8 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, monkeypatch, capsys
     for path, interval in ((quiet, 0), (logged, 1)):
         how = (*flags.split(), f"--log-interval={interval}", "--grad-accum-steps=2")
         assert broken(path, faults, *how) == 0
-        said = re.findall(r"warning  step (\d+): .* skipped", capsys.readouterr().out)
-        assert list(map(int, said)) == bad
+        said = re.findall(r"warning  step (\d+): .*, (\d) updates? ski", capsys.readouterr().out)
+        assert said == ([(str(step), "1") for step in bad] if interval else [("20", "6")])
     after = history(quiet)
     for step in range(2, 21):
         now, before = (after[i]["weights"] + after[i]["moments"] for i in (step, step - 1))
@@ -390,7 +380,6 @@ def test_a_run_that_trains_nothing_is_no_success(flags, faults, says, path, caps
 def test_a_step_reads_no_number_from_a_tensor(tmp_path, monkeypatch, flags):
     """Which on a GPU would wait for all before it."""
     run = runs.ready(tmp_path, "--grad-accum-steps=2", *flags.split())
-    run.held_lock.close()
     for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "nonzero"):
         monkeypatch.setattr(torch.Tensor, name, raising(AssertionError(name)))
     for run.step in (1, 2):

@@ -1,6 +1,5 @@
 """The longest sequence and all knobs: against every possibility, one by one."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts import plan_memory
+from scripts.advice import OTHER_WAYS
 from scripts.plan_table import STEP, changes, most_that_fit, search_settings, with_length
 from scripts.plans import CommandPlan as Plan
 from trainer.settings import to_words
@@ -33,10 +33,10 @@ def asked(tensors: float, more: str = "") -> Plan:
 @given(
     st.integers(1, 50),
     st.sampled_from([lambda n: 0, lambda n: (n > 40) * 300, lambda n: n * n // 9]),
-    st.integers(0, 200) | st.just(10**6),
+    st.integers(1, 200),
     st.integers(100, 3000),
 )
-def test_most_that_fit(slope, more, guess, budget):
+def test_most_that_fit(slope, more, most, budget):
     """Of peaks along a line, with a jump, along a parabola; with few tries."""
     tried = []
 
@@ -44,10 +44,10 @@ def test_most_that_fit(slope, more, guess, budget):
         tried.append(n)
         return 100 + slope * n + more(n)
 
-    wanted = max(n for n in range(201) if peak(n) <= budget)
+    wanted = max(n for n in range(most + 1) if peak(n) <= budget)
     tried.clear()
-    assert most_that_fit(peak, 100, budget, guess, 200) == wanted
-    assert len(tried) == len(set(tried)) <= (16 if more(50) else 4)
+    assert most_that_fit(peak, 100, budget, most) == wanted
+    assert len(tried) == len(set(tried)) <= (14 if more(50) else 4)
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_the_longest_sequence_of_each_row():
     ],
 )
 def test_the_flags_of_a_length(flags, length, words):
-    plan, _ = plan_memory.make_plan(plan_memory.parse([*flags.split(), "--use-toy-data"]))
+    plan = plan_memory.make_plan(plan_memory.parse([*flags.split(), "--use-toy-data"]))
     wanted = with_length(plan.settings, length)
     change = changes(plan.with_flags(**wanted), plan.settings)
     assert " ".join(to_words(change)).removesuffix(NONE).strip() == words
@@ -151,32 +151,13 @@ def test_one_command_that_does_it(peaks):
     assert {4} < {row["batch_size"] for row in found}  # what was asked is there to compare with
     assert "10 steps: about " in answer.out
     assert answer.json["run"]["seconds"] == pytest.approx(10 * first["seconds"], rel=1e-9)
-    assert answer.json["if_out_of_memory"][0]["peak_bytes"] < first["peak_bytes"]
 
 
 @pytest.mark.parametrize(
     "how", rest_slow(["--all-knobs", "--longest-sequence"], "--all-knobs".__eq__)
 )
 def test_where_nothing_fits_there_is_still_a_way_out(how, peaks):
+    """And the whole table below it."""
     answer = answers.ask(f"{TYPED} {budget_for(peaks[0] - 9)} {how}")
-    assert "full/2" in answer.out and "nothing fits" in answer.out  # the whole table
-    assert "; try what changes the training: " in answer.out.splitlines()[-1]
-
-
-# ---- smaller micro-batches instead of recompute
-
-WIDE = "--device cuda --d-model 128 --seq-len 1024 --n-layers 3 --batch-size 24"
-CARD = "--card RTX-3060-12GB"
-
-
-def test_plan_memory_names_them():
-    """One line below the table: the largest parts that fit without recompute, if that is faster."""
-    plain = question(f"{WIDE} {CARD}")
-    least = replace(plain, memory_budget=room_for(1)).with_fastest_policy().peak
-    budget = budget_for(least + (plain.peak - least) / 4)
-    answer = answers.ask(f"{WIDE} {CARD} {budget}")
-    (line,) = re.findall(r"\n\nnote     (2 x 12 .* % faster .*)\n\n", answer.out)
-    fits, more = (dealt(plain, size).peak for size in (12, 24))
-    assert fits <= answer.json["safe_bytes"] < more
-    assert "--batch-size 12 --grad-accum-steps 2)" in line
-    assert "--batch-size 24 " in " ".join(answer.command)
+    assert f"\nnothing fits; plan {OTHER_WAYS}\n" in answer.out  # no single change fits
+    assert answer.json["takes"] is None and len(answer.table) == 1 + len(answer.rows)

@@ -1,15 +1,13 @@
 """plan_memory --at-peak: what is alive, by name; and of which step."""
 
-import re
 from collections import Counter
 
 import pytest
 from harness import answers
 from harness.answers import ask, budget_for
 from harness.records import each_kind, record
-from harness.runs import ROOT
 
-from scripts import plan_memory, plan_table
+from scripts import plan_table
 from scripts.plan_table import LINES, at_peak, format_peak
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
@@ -34,14 +32,6 @@ def test_groups_are_the_peak_to_the_byte(monkeypatch, way, setting):
 
 
 # ---- of which step
-
-
-def test_the_document_shows_what_is_listed():
-    page = (ROOT / "docs" / "seeing.md").read_text()
-    flags = re.search(r"scripts\.plan_memory (.*) --at-peak\n", page)
-    typed = plan_memory.parse(flags[1].split())
-    record = plan_memory.record_step(plan_memory.make_plan(typed)[0], typed, None)
-    assert format_peak(record) in page
 
 
 def test_the_list_is_of_what_is_recommended():

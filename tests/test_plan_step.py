@@ -13,6 +13,7 @@ from cases.shapes import PRECISIONS
 from harness.live_storages import LiveStorages
 from harness.marks import rest_slow
 from harness.runs import ROOT
+from test_house import imports
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -248,3 +249,12 @@ def test_the_shown_lines_print_what_is_shown():
     with redirect_stdout(StringIO()) as out:
         exec(code, {})
     assert out.getvalue() == printed
+
+
+def test_the_general_half_imports_neither_the_model_nor_its_memory():
+    """What planner/any_model.py needs, with all that this imports, knows no MiniGPT."""
+    half, to_read = set(), {"planner/any_model.py", "planner/record.py", "planner/cards.py"}
+    while to_read:
+        half |= to_read
+        to_read = {name for file in to_read for name in imports(file)} - half
+    assert "planner/simulate.py" in half and all(name.startswith("planner/") for name in half)

@@ -38,7 +38,7 @@ def new_planners(monkeypatch) -> None:
 
 def simulated(flags: str) -> Screen:
     typed, screen = plan_memory.parse(flags.split()), Screen()
-    plan, _ = plan_memory.make_plan(typed)
+    plan = plan_memory.make_plan(typed)
     plan_memory.print_plan(replace(plan, on_simulate=screen.update), typed, screen)
     return screen
 
@@ -51,7 +51,7 @@ ASKED = [  # flags, operators before the answer, operators in all
     (f"{XL} --memory-budget 12GiB", 0, 0),
     (f"{XL} --nproc-per-node 2 --fsdp", 8_200, 35_500),
     (f"{XL} --nproc-per-node 2 --sp --batch-size 2", 3_300, 53_000),
-    (f"{GPT2} --longest-sequence", 71_000, 71_000),
+    (f"{GPT2} --longest-sequence", 78_000, 78_000),
     (f"{GPT2} --nproc-per-node 2 --grad-accum-steps 4 --reproducible-sums", 1_760, 16_100),
     ("--model gpt2 --device cuda --memory-budget 6GiB", 5_900, 12_900),
     ("--model gpt2 --device cpu --memory-budget 8GiB", 1_800, 15_500),
@@ -78,7 +78,7 @@ def test_no_answer_makes_a_later_one_dearer():
     asked = ["cheap", "full+offload", "full/2", "none", "sdpa:2,full"]
     found = []
     for policies in (asked, asked[::-1], asked[2:] + asked[:2]):
-        plan = plan_memory.make_plan(plan_memory.parse(f"{SHAPE} --n-layers 9".split()))[0]
+        plan = plan_memory.make_plan(plan_memory.parse(f"{SHAPE} --n-layers 9".split()))
         planner = MAKE_PLANNER.__wrapped__(*planner_key(plan))
         peaks = {policy: planner.step(3, recompute=policy).peak for policy in policies}
         found.append((planner.n_simulated_ops, sorted(peaks.items())))
@@ -100,7 +100,7 @@ class BetweenBlocks(MemorySavingGPT):
 
 def test_a_changed_loop_is_simulated_whole_and_once(monkeypatch):
     monkeypatch.setattr("planner.step.MemorySavingGPT", BetweenBlocks)
-    plan = plan_memory.make_plan(plan_memory.parse(f"{SHAPE} --n-layers 9".split()))[0]
+    plan = plan_memory.make_plan(plan_memory.parse(f"{SHAPE} --n-layers 9".split()))
     planner: Planner = MAKE_PLANNER.__wrapped__(*planner_key(plan))
     for policy in ("none", "full", "full+offload", "full/3"):
         before = planner.n_simulated_ops
@@ -115,9 +115,9 @@ def test_a_changed_loop_is_simulated_whole_and_once(monkeypatch):
 def test_advice_ends(monkeypatch):
     """With the best that was found, after a fixed number of operators."""
     flags = f"{SHAPE} --batch-size 64"
-    state = plan_memory.make_plan(plan_memory.parse(flags.split()))[0].state_bytes
+    state = plan_memory.make_plan(plan_memory.parse(flags.split())).state_bytes
     words = f"{flags} {budget_for(state + 1000)}".split()
-    plan = plan_memory.make_plan(plan_memory.parse(words))[0]
+    plan = plan_memory.make_plan(plan_memory.parse(words))
     spent = []
     for limit in (1, ADVICE_OPS):
         screen = Screen()

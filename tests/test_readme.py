@@ -1,12 +1,10 @@
-"""What the READMEs and docs/ say is so; and README.zh-CN.md says what README.md says."""
+"""The commands, flags, links and code of README.md and docs/ are right."""
 
 import re
 import shlex
 import shutil
 import sys
-from collections import Counter
 from importlib.util import find_spec
-from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from torch.distributed.run import get_args_parser
 from trainer.flags import flag
 from trainer.settings import ROWS
 
-README, CHINESE = ((ROOT / name).read_text("utf-8") for name in ("README.md", "README.zh-CN.md"))
+README = (ROOT / "README.md").read_text("utf-8")
 DOCS = {path.name: path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
 TEXT = "\n".join([README, *DOCS.values()]).replace("\\\n", " ")  # commands are one line each
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), *ROOT.glob("docs/*.md")])
@@ -51,7 +49,7 @@ def test_every_flag_is_there_and_no_other():
     ("text", "begin", "file"),
     [
         (README, "```python\n", "model.py"),
-        (DOCS["ladder.md"], "def cheap(block, x, *more):\n", "memory/policies.py"),
+        (DOCS["ladder.md"], "def cheap(block, x):\n", "memory/policies.py"),
     ],
 )
 def test_shown_code_is_the_code(text, begin, file):
@@ -74,33 +72,6 @@ def test_links_lead_somewhere(page):
         there = page.parent / target if target else page
         assert there.exists(), target
         assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
-
-
-# ---- in both languages
-
-CODE = re.compile(r"^```.*?^```$|^    .*?$", re.S | re.M)  # fenced or indented
-FACT = re.compile(
-    r"`[^`]+`"  # what is in backticks,
-    r"|\]\([^)]*\)"  # where links lead,
-    r"|(?:(?<!\w)[-+])?\d+(?:[.,]\d+)*(?: ?(?:%|[KMG]i?B\b))?"  # numbers in digits
-)
-
-
-def things(section: str) -> Counter[str]:
-    """What has no language: code line by line; the facts of tables and prose in any order, because
-    Chinese has another. ("1,000" equals "1000", and "15 %" equals "15%".)"""
-    text = re.sub(r"README[\w.-]*\.md", "README", " ".join(CODE.sub("", section).split()))
-    facts = [fact if fact[0] in "`]" else re.sub("[ ,]", "", fact) for fact in FACT.findall(text)]
-    return Counter("\n".join(CODE.findall(section)).splitlines() + facts)
-
-
-def test_both_languages_say_the_same():
-    """Section by section: what needs no translation is equal."""
-    by_section = (re.split(r"^(?=##+ )", page, flags=re.M) for page in (README, CHINESE))
-    for one, other in zip_longest(*by_section, fillvalue="(none)"):
-        heading = one.partition("\n")[0]
-        assert not things(one) - things(other), f"{heading}: only English has it"
-        assert not things(other) - things(one), f"{heading}: only Chinese has it"
 
 
 # ---- their commands, run one after the other in a fresh copy, made small by flags at their end
@@ -170,11 +141,9 @@ def test_commands_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux limits a process's data")
 def test_the_example_runs_out_of_memory(tmp_path):
-    """As documents show it, for any build of torch; a page may have more such lines."""
+    """That of docs/reliability.md, for any build of torch."""
     example = DOCS["reliability.md"].partition("```sh\n")[2].partition("```")[0]
     words = ["bash", "-c", f'python() {{ {shlex.quote(sys.executable)} "$@"; }}\n{example}']
     result = run(words, timeout=300, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert result.returncode == 0, result.stderr
-    lines = re.findall("^warning  step .*", result.stdout, re.M)
-    for page in (README, CHINESE, DOCS["reliability.md"]):
-        assert lines[0].partition(": ")[2] in page
+    assert re.search("^warning  step .*: same results$", result.stdout, re.M)

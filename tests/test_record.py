@@ -16,7 +16,7 @@ from harness.records import KINDS_OF_STEPS, WAYS, B, plan, record
 from memory import POLICIES
 from memory.head import chunk_starts
 from planner import CARDS
-from planner.op_recorder import name_in_the_model
+from planner.op_recorder import name_in_sources
 from planner.record import read_source_line
 from planner.shards import GATHERED_REASON
 from planner.timeline import KINDS
@@ -114,11 +114,11 @@ def test_names_do_not_come_from_the_text_of_the_source(way, monkeypatch):
 
 @pytest.mark.parametrize("path", [PurePosixPath, PureWindowsPath])
 def test_a_line_is_named_alike_on_each_system(path):
-    folder = path("/a/mini")
-    names = ("model.py", "memory/head.py")
-    assert tuple(name_in_the_model(str(folder / name), folder) for name in names) == names
+    folder, names = path("/a/mini"), ("model.py", "memory/head.py")
+    sources = folder / "model.py", folder / "memory"
+    assert tuple(name_in_sources(str(folder / name), sources) for name in names) == names
     for other in (folder / "train_ddp.py", path("/a/memory/x.py"), path("<string>")):
-        assert name_in_the_model(str(other), folder) == ""
+        assert name_in_sources(str(other), sources) == ""
 
 
 @pytest.mark.parametrize("setting", ["cuda", "cpu"])  # (a CPU does not fuse attention)

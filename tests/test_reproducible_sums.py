@@ -1,14 +1,15 @@
 """--reproducible-sums: the same bits from 1, 2, 4 or 8 processes."""
 
 import tempfile
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from harness.faults import WHOLE_RUNS, weights_hash
+from harness.marks import rest_slow
 from harness.rows import row
 from harness.runs import (
     FAULTS,
@@ -16,22 +17,21 @@ from harness.runs import (
     metrics,
     parse,
     ready,
+    same,
     snapshot,
     start_together,
     torchrun,
     train,
 )
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from planner import Layout
 from planner.shards import RECEIVED
-from scripts.advice import smaller_batches
 from scripts.plans import CommandPlan as Plan
 from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
-from trainer.process import OneProcess
 from trainer.reproducible_sums import GradientTree, pairwise_all_reduce_hook, pairwise_sum
 
 slow = pytest.mark.slow
@@ -46,10 +46,8 @@ def drawn(seed: int, n: int) -> list[Tensor]:
 
 def by_halves(gradients: list) -> Tensor:
     """The definition: the sum of the first half, plus the sum of the second half."""
-    if len(gradients) == 1:
-        return gradients[0]
-    middle = len(gradients) // 2
-    return by_halves(gradients[:middle]) + by_halves(gradients[middle:])
+    first, second = gradients[: len(gradients) // 2], gradients[len(gradients) // 2 :]
+    return by_halves(first) + by_halves(second) if first else second[0]
 
 
 def run_backwards(tree: GradientTree, parameter: nn.Parameter, gradients: list) -> None:
@@ -68,66 +66,58 @@ def test_gradients_are_summed_by_halves(seed, n, in_buckets):
     gradients, parameter = drawn(seed, n), nn.Parameter(torch.ones(50))
     tree, bucket = GradientTree([parameter], n), torch.zeros(50)
     for broken_off in (0, seed % n):
-        parameter.grad = bucket if in_buckets and not broken_off else parameter.grad
+        parameter.grad = bucket.zero_() if in_buckets else None
         run_backwards(tree, parameter, drawn(seed + 1, broken_off))
-        if broken_off:
-            assert len(tree.pending[parameter]) == broken_off.bit_count()
+        assert len(tree.pending[parameter]) == broken_off.bit_count()
         run_backwards(tree, parameter, gradients)
         assert torch.equal(parameter.grad, by_halves(gradients))
         assert not tree.pending[parameter]
-        if in_buckets:
-            assert parameter.grad is not None and parameter.grad.data_ptr() == bucket.data_ptr()
-            bucket.zero_()
-        else:
-            parameter.grad = None
-    rows = torch.stack(gradients)
-    assert torch.equal(pairwise_sum(rows), by_halves(gradients))
+        assert not in_buckets or parameter.grad.data_ptr() == bucket.data_ptr()
+    assert torch.equal(pairwise_sum(torch.stack(gradients)), by_halves(gradients))
 
 
-@given(SEEDS, st.sampled_from([2, 4, 8]), st.data())
-def test_a_parameter_may_take_no_part_in_some_micro_batches(seed, n, data):
+@given(SEEDS, st.lists(st.booleans(), min_size=8, max_size=8))
+@example(0, [True, False] * 4)
+def test_a_parameter_may_take_no_part_in_some_micro_batches(seed, parts):
     """(A changed model.py may skip layers.) Nothing is lost, or left for the next step."""
-    parts = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
-    there = [g if part else None for g, part in zip(drawn(seed, n), parts, strict=True)]
+    there = [g if part else None for g, part in zip(drawn(seed, 8), parts, strict=True)]
     parameter = nn.Parameter(torch.ones(50))
-    tree = GradientTree([parameter], n)
+    tree = GradientTree([parameter], 8)
     for _ in range(2):
-        run_backwards(tree, parameter, there)
-        if any(parts):
-            expected = sum(g.double() for g in there if g is not None)
-            torch.testing.assert_close(parameter.grad.double(), expected, rtol=1e-4, atol=1e-4)
-        else:
-            assert parameter.grad is None
         parameter.grad = None
+        run_backwards(tree, parameter, there)
+        expected = sum(g.double() for g in there if g is not None)
+        found = 0 if parameter.grad is None else parameter.grad.double()
+        torch.testing.assert_close(
+            torch.as_tensor(found), torch.as_tensor(expected), rtol=1e-4, atol=1e-4
+        )
 
 
-def test_every_batch_of_a_step_is_in_one_process():
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("kind", "in_tree"), [(DDPProcess, True), (FSDPProcess, False), (FSDPProcess, True)]
+)
+def test_every_batch_of_a_step_is_in_one_process(n, kind, in_tree):
     """Pairs that the tree sums first are in the same process, and with shards in neighbours."""
-    for n in (1, 2, 4, 8):
-        for kind, in_tree in ((DDPProcess, True), (FSDPProcess, False), (FSDPProcess, True)):
-            ids = []
-            for rank in range(n):
-                process = kind.__new__(kind)
-                process.layout, process.reproducible_sums = Layout(kind.kind, rank, n), in_tree
-                ids.append(process.own_batch_ids(range(24, 32)))
-            assert sorted(i for own in ids for i in own) == [*range(24, 32)]
-            apart = n if kind is FSDPProcess and in_tree else 1
-            assert {own.step for own in ids if len(own) > 1} <= {apart}
-    assert [*OneProcess(torch.device("cpu")).own_batch_ids(range(3, 6))] == [3, 4, 5]
+    processes = [kind.__new__(kind) for _ in range(n)]
+    for rank, process in enumerate(processes):
+        process.layout, process.rank = Layout(kind.kind, rank, n), rank
+        process.reproducible_sums = in_tree
+    ids = [process.own_batch_ids(range(24, 32)) for process in processes]
+    assert sorted(i for own in ids for i in own) == [*range(24, 32)]
+    apart = n if kind is FSDPProcess and in_tree else 1
+    assert {own.step for own in ids if len(own) > 1} <= {apart}
 
 
 def test_without_the_flag_autograd_sums(tmp_path):
     """One copy of the gradients, and the same bits as before there was the flag."""
-    for flags, has_tree in (("--no-amp", False), ("--reproducible-sums", True)):
-        run = ready(tmp_path / flags, flags, "--grad-accum-steps=4")
-        assert bool(run.gradient_tree.pending) == has_tree
-        run.held_lock.close()
+    run = ready(tmp_path, "--no-amp", "--grad-accum-steps=4")
+    assert not run.gradient_tree.pending
 
 
 # ---- whole runs: 8 micro-batches a step
 
-LAYOUTS = [("train_ddp.py", 2), ("train_ddp.py", 4), ("train_ddp.py", 8)]
-LAYOUTS += [("train_fsdp.py", 2), ("train_fsdp.py", 4), ("train_fsdp.py", 8)]
+LAYOUTS = [(f"train_{kind}.py", n) for kind in ("ddp", "fsdp") for n in (2, 4, 8)]
 FLAGS = "--reproducible-sums --num-steps=6 --eval-interval=3 --n-heads=2 --max-tokens=700"
 VARIANTS = {
     "bfloat16, Muon": "--amp-dtype=bfloat16 --optimizer=muon --use-activation-checkpoint=cheap",
@@ -137,7 +127,7 @@ VARIANTS = {
     "Muon, bfloat16 moments": "--no-amp --optimizer=muon --moments-dtype=bfloat16",
     "selective": "--no-amp --use-activation-checkpoint=selective:1,mlp --dropout=0.3",
 }
-FAST = [("bfloat16, Muon", "train_ddp.py", 4), ("bfloat16, Muon", "train_fsdp.py", 4)]
+CASES = [(variant, *layout) for variant in VARIANTS for layout in LAYOUTS]
 
 
 def cut(processes: int) -> str:
@@ -163,47 +153,32 @@ def bits(path: Path) -> tuple:
 
 @pytest.mark.parametrize(
     ("variant", "script", "processes"),
-    [
-        *FAST,
-        *(
-            pytest.param(variant, *layout, marks=slow)
-            for variant in VARIANTS
-            for layout in LAYOUTS
-            if (variant, *layout) not in FAST
-        ),
-    ],
+    rest_slow(CASES, lambda case: case[0] == "bfloat16, Muon" and case[2] == 4),
 )
-def test_the_same_bits_from_any_number_of_processes(variant, script, processes, tmp_path):
+def test_the_same_bits_from_any_number_of_processes(variant, script, processes, path):
     flags = f"{FLAGS} {VARIANTS[variant]}"
-    torchrun(
-        tmp_path / "run.pt", *flags.split(), cut(processes), script=script, processes=processes
-    )
-    assert bits(tmp_path / "run.pt") == bits(alone(flags))
+    torchrun(path, *flags.split(), cut(processes), script=script, processes=processes)
+    assert bits(path) == bits(alone(flags))
 
 
 @slow
 @row("`--reproducible-sums`: 1 -> 4 -> 2")
-def test_elastic(tmp_path):
+@pytest.mark.parametrize(
+    "flags", [f"{FLAGS} {VARIANTS['bfloat16, Muon']} --num-steps=20 --eval-interval=0"]
+)
+def test_elastic(flags, path):
     """One process, four of train_ddp.py, four of train_fsdp.py, each until one is killed; then two
     to the end."""
-    path = tmp_path / "run.pt"
-    flags = f"{FLAGS} {VARIANTS['bfloat16, Muon']} --num-steps=20 --eval-interval=0".split()
-    words = [*flags, "--save-interval=3"]
-
-    def go(script: str, processes: int, faults: str = "", *more: str) -> int:
-        command = [FAULTS, script, *TINY, *words, f"--checkpoint-path={path}"]
-        how = {"FAULTS": faults}
-        return start_together([*command, cut(processes), *more], processes, **how).end().returncode
-
-    assert go("train_minimal", 1, "kill:0:8") != 0
-    assert snapshot(path)["step"] == 6
-    assert go("train_ddp", 4, "kill:2:14", "--resume") != 0
-    assert snapshot(path)["step"] == 12
-    assert go("train_fsdp", 4, "kill:1:17", "--resume") != 0
-    assert go("train_ddp", 2, "", "--resume") == 0
-    ends, whole = snapshot(path), snapshot(alone(" ".join(flags)))
-    assert weights_hash(ends["model"]) == weights_hash(whole["model"])
-    assert weights_hash(ends["optimizer"]["state"]) == weights_hash(whole["optimizer"]["state"])
+    parts = [("train_minimal", 1, "kill:0:8", 6), ("train_ddp", 4, "kill:2:14", 12)]
+    parts += [("train_fsdp", 4, "kill:1:17", 15), ("train_ddp", 2, "", 20)]
+    for script, processes, faults, saved in parts:
+        words = [FAULTS, script, *TINY, *flags.split(), "--save-interval=3", cut(processes)]
+        words += [f"--checkpoint-path={path}", *["--resume"] * path.exists()]
+        result = start_together(words, processes, FAULTS=faults).end()
+        assert (result.returncode == 0) == (saved == 20) and snapshot(path)["step"] == saved
+    ends, whole = snapshot(path), snapshot(alone(flags))
+    assert same(ends["model"], whole["model"])
+    assert same(ends["optimizer"]["state"], whole["optimizer"]["state"])
 
 
 # ---- planned
@@ -226,58 +201,41 @@ TOY = "--vocab-size=31 --n-layers=2 --n-heads=2 --d-model=16 --batch-size=48 --n
 def test_a_plan_has_the_sums_that_wait(kind, processes, n, more):
     """`more`: sums of a parameter, or of a shard. What they really take: test_memory.py and
     test_shards.py."""
-
-    def plan(*flags: str, device: str = "cpu") -> Plan:
-        settings, layout = parse(TOY, f"--grad-accum-steps={n}", *flags), Layout(kind, 0, processes)
-        return Plan(settings, 31, torch.device(device), torch.float32, layout=layout)
-
-    with_flag, without = plan("--reproducible-sums"), plan()
+    with_flag, without = (
+        Plan(
+            parse(TOY, f"--grad-accum-steps={n}", flag),
+            *(31, torch.device("cpu"), torch.float32),
+            layout=Layout(kind, 0, processes),
+        )
+        for flag in ("--reproducible-sums", "")
+    )
     planner, plain = with_flag.planner, without.planner
     assert planner.n_pending_sums == more and plain.n_pending_sums == 0
     assert planner.accumulates_gradients == (n > 1 and kind != "fsdp")
     assert (planner.gradient_copies == torch.float32) == (processes > 1)
-    # Other flags' advice stays within powers of two.
-    split = [change["grad_accum_steps"] for change in smaller_batches(with_flag.settings)]
-    assert split and all(steps.bit_count() == 1 for steps in split)
     if kind != "fsdp":
-        weights = 4 * with_flag.n_parameters
-        assert with_flag.peak - without.peak == more * weights
-        return
-    for flags, received in (("--reproducible-sums", True), ("", False)):
-        record = plan(flags, device="cuda").planner.record(1)
-        sizes = [storage.nbytes for storage in record.storages if storage.name == RECEIVED]
-        assert all(sizes) and bool(sizes) == received
+        assert with_flag.peak - without.peak == more * 4 * with_flag.n_parameters
+
+
+@pytest.mark.parametrize(("flags", "received"), [("--reproducible-sums", True), ("", False)])
+def test_a_gpu_receives_gradients_into_a_copy(flags, received):
+    settings, layout = parse(TOY, "--grad-accum-steps=4", flags), Layout("fsdp", 0, 2)
+    plan = Plan(settings, 31, torch.device("cuda"), torch.float32, layout=layout)
+    sizes = [s.nbytes for s in plan.planner.record(1).storages if s.name == RECEIVED]
+    assert all(sizes) and bool(sizes) == received
 
 
 # ---- what only a GPU runs
 
 
-def test_on_a_gpu_a_bucket_is_summed_beside_backward(tmp_path, monkeypatch):
-    """In a stream that first waits for backward's. (Here both are made of a list.)"""
-    order, buffer = [], torch.arange(5.0)
-
-    @contextmanager
-    def within(stream):
-        order.append(f"begin {stream}")
-        yield
-        order.append(f"end {stream}")
-
-    class Stream(str):
-        def wait_stream(self, other: str) -> None:
-            order.append(f"{self} waits for {other}")
-
-    monkeypatch.setattr("torch.cuda.current_stream", lambda: "backward")
-    monkeypatch.setattr("torch.cuda.stream", within)
-    monkeypatch.setattr(
-        "trainer.reproducible_sums.pairwise_all_reduce", lambda x, group: order.append((x, group))
-    )
-    made = []
-    monkeypatch.setattr(
-        "trainer.reproducible_sums.Future",
-        lambda devices: made.append(devices) or SimpleNamespace(set_result=order.append),
-    )
-    bucket = SimpleNamespace(buffer=lambda: buffer)
-    pairwise_all_reduce_hook(("group", Stream("sums")), bucket)
-    waits, begin, summed, result, end = order
-    assert (waits, begin, end) == ("sums waits for backward", "begin sums", "end sums")
-    assert summed == (buffer, "group") and result is buffer and made == [[buffer.device]]
+def test_on_a_gpu_a_bucket_is_summed_beside_backward(monkeypatch):
+    """In a stream that first waits for backward's."""
+    calls, bucket = MagicMock(), SimpleNamespace(buffer=lambda: torch.arange(5.0))
+    sums = "trainer.reproducible_sums"
+    for place in ("torch.cuda.current_stream", "torch.cuda.stream", f"{sums}.Future"):
+        monkeypatch.setattr(place, getattr(calls, place.rpartition(".")[2]))
+    monkeypatch.setattr(f"{sums}.pairwise_all_reduce", calls.add)
+    pairwise_all_reduce_hook(("group", calls.own), bucket)
+    order = ["Future", "current_stream", "own.wait_stream", "stream", "stream().__enter__"]
+    order += ["add", "Future().set_result", "stream().__exit__"]
+    assert [name for name, *_ in calls.mock_calls if "bool" not in name] == order

@@ -25,16 +25,16 @@ from harness.shortage import (
     operators_of_each,
     repeated,
     running_out,
-    running_out_again,
 )
 from torch.utils._pytree import tree_leaves
 
 import train_minimal
+import trainer.run
 from data.errors import MiniGPTError
-from planner import Layout, Planner
+from planner import Layout
 from scripts.plans import plan_for_command
-from trainer import build
 from trainer.plan import plans_to_try
+from trainer.resume import settings_of
 
 slow = pytest.mark.slow
 STEP = 2  # the first that has the optimizer's state
@@ -42,7 +42,6 @@ WAYS = {
     "none": "--no-amp --grad-accum-steps=2",
     "none, in a tree": "--no-amp --grad-accum-steps=4 --reproducible-sums",
     "none, float16": "--amp-dtype=float16 --lr=1e-4",
-    "mlp, in chunks": "--no-amp --mlp-chunks=2 --seq-len=128 --max-tokens=999 --dropout=0",
     "cheap": "--no-amp --loss-chunks=1",
     "selective": "--no-amp --optimizer=muon --moments-dtype=bfloat16",
     "mlp:1,cheap": "--amp-dtype=bfloat16 --loss-chunks=3 --grad-accum-steps=2",
@@ -68,12 +67,11 @@ def places_in(operators: int, draw: random.Random, number: int) -> list[tuple[in
 @pytest.mark.usefixtures("everything_travels")
 @pytest.mark.parametrize("way", rest_slow(WAYS, lambda way: way in FAST))
 def test_wherever_forward_or_backward_run_out_the_step_ends_with_the_same_bits(
-    way, tmp_path, monkeypatch, capsys, thorough
+    way, tmp_path, capsys, thorough
 ):
     """Also if the second attempt fails, too. The first step makes nothing that all others find:
     half made, it would be found, too. (But the buffers of offload, one by one.)"""
     run, draw = runs.ready(tmp_path, *flags_of(way)), random.Random(way)
-    equal = rounded if "--mlp-chunks" in WAYS[way] else same
     first, n = operators_of_each(run, STEP)
     assert first == n or "offload" in way
     number, succeeded, step = 300 if thorough else 8, 0, repeated(run)
@@ -81,18 +79,10 @@ def test_wherever_forward_or_backward_run_out_the_step_ends_with_the_same_bits(
     for i in range(number):
         places = places_in(n, draw, 1 + (i % 4 == 3))
         rescued = step(places)
-        assert equal(whole, rescued) or len(places) == 2 and not rescued, places
+        assert same(whole, rescued) or len(places) == 2 and not rescued, places
         succeeded += bool(rescued)
-    warning = r"^warning  step 3: out of .*( predicted\)|: same results)$"
-    said = re.findall(warning, capsys.readouterr().out, re.M)
+    said = re.findall("^warning  step 3: out of .*same results$", capsys.readouterr().out, re.M)
     assert len(said) >= succeeded >= 3 * number / 4
-    assert {*said} == {" predicted)" if equal is rounded else ": same results"}
-    run.held_lock.close()
-
-
-def rounded(whole: list, rescued: list) -> bool:
-    pairs = zip(whole, rescued, strict=True)
-    return all(torch.allclose(*map(torch.as_tensor, pair), rtol=1e-3, atol=1e-5) for pair in pairs)
 
 
 POLICY = "--use-activation-checkpoint"
@@ -110,30 +100,27 @@ def test_the_run_says_it_and_goes_on_with_the_policy_that_it_took(flags, path, c
     said = capsys.readouterr().out
     (line,) = re.findall("^warning  step .*", said, re.M)
     assert f"2: out of memory with recompute none; again, and from now on, with {taken} (" in line
-    assert line.endswith(" predicted): same results")
-    assert f"; ran out of it: none -> {taken}" in said
-    assert [record["recompute"] for record in metrics(path)] == ["none", taken, taken]
+    assert (
+        line.endswith(" predicted): same results") and f"; ran out of it: none -> {taken}" in said
+    )
     assert train_here(path, "--resume", "--num-steps=4") == 0
-    assert metrics(path)[-1]["recompute"] == "none"
+    policies = [record["recompute"] for record in metrics(path)]
+    assert policies == ["none", taken, taken, "none"]
     ours, theirs = snapshot(path), snapshot(undisturbed(*flags))
     for part in ("model", "optimizer", "scaler"):
         assert same(ours[part], theirs[part]), part
-    policy = "use_activation_checkpoint"
-    assert ours["args"][policy] == theirs["args"][policy]
+    assert settings_of(ours) == settings_of(theirs)
 
 
 @pytest.mark.usefixtures("plans_memory")
 @pytest.mark.parametrize(("budget", "planned"), [("300KiB", True), ("1GiB", False)])
 def test_near_its_limit_a_run_plans_before_its_first_step(budget, planned, tmp_path, monkeypatch):
     """When memory has run out, there may be none for a simulation. Far from it, there is some."""
-    auto = f"{POLICY}=auto", f"--memory-budget={budget}"
-    run = runs.ready(tmp_path, "--no-amp", *auto)
-    assert run.model.config.recompute == "none"
-    assert (len(run.plans) > 1) == planned
+    run = runs.ready(tmp_path, "--no-amp", f"{POLICY}=auto", f"--memory-budget={budget}")
+    assert run.model.config.recompute == "none" and (len(run.plans) > 1) == planned
     if planned:
         monkeypatch.setattr("trainer.plan.make_planner", raising(MemoryError()))
     assert len([*plans_to_try([run.plans[0], *(run.plans[1:] or run.plans[0].deeper())])]) > 1
-    run.held_lock.close()
 
 
 @pytest.mark.parametrize("way", ["none", "cheap", "selective"])
@@ -146,21 +133,17 @@ def test_nothing_of_the_failed_attempt_stays_alive(way, tmp_path, monkeypatch):
         there = tree_leaves([[*run.model.parameters()], [*run.optimizer.state.values()]])
         known = {its.untyped_storage()._cdata for its in there if isinstance(its, torch.Tensor)}
         left.append(sum(its().nbytes() for key, its in mode.alive.items() if key not in known))
-        raise LookupError("no policy needs less memory")
+        raise MemoryError
 
-    monkeypatch.setattr("trainer.run.switch_policy", bytes_left)  # (to no other)
-    plan = run.plans[0]
-    run.plans = sorted([plan, plan.with_policy("full")], key=lambda plan: -plan.peak)  # (planned)
+    monkeypatch.setattr("trainer.run.switch_policy", bytes_left)
     gc.disable()
     try:
         for place in places_in(n, draw, 24):
-            with running_out(run.step, place) as (mode,):
-                with pytest.raises(MemoryError, match="can't allocate"):
-                    train_minimal.train_step(run)
+            with running_out(run.step, place) as (mode,), pytest.raises(MemoryError):
+                train_minimal.train_step(run)
     finally:
         gc.enable()
     assert len(left) == 24 and max(left) <= 256
-    run.held_lock.close()
 
 
 @pytest.mark.usefixtures("plans_memory")
@@ -218,77 +201,57 @@ def test_where_nothing_deeper_is_left_or_wanted_it_ends_as_ever(name, path, caps
     assert f"go on from {path}, step 1" in line
 
 
-@pytest.mark.parametrize("fault", [RuntimeError(ERROR), TypeError("no fake tensor")])
-def test_where_nothing_can_be_planned_it_ends_as_ever(fault, path, capsys, monkeypatch):
-    monkeypatch.setattr(Planner, "step", raising(fault))
+@row("memory runs out once more")
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("planner.Planner.step", RuntimeError(ERROR)),
+        ("trainer.run.plans_to_try", MemoryError()),
+        ("trainer.run.check_model", RuntimeError(ERROR)),
+    ],
+)
+def test_where_memory_runs_out_in_the_rescue_it_ends_as_ever(
+    place, error, path, capsys, monkeypatch
+):
+    monkeypatch.setattr(place, raising(error))
     with running_out(STEP, (50, False)):
         assert train_here(path, "--no-amp", "--save-interval=1") == 4
-    assert f"recompute none; {ASK} " in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{ASK} " in line and f"go on from {path}, step 1" in line
 
 
 @row("memory runs out in the update")
 def test_an_update_that_runs_out_half_way_is_not_done_again(path, capsys, monkeypatch):
-    """Some weights have changed already."""
-    flags, groups = ("--no-amp", "--save-interval=1", "--num-steps=3"), []
-
-    def fails(*given: object, **more: object) -> None:
-        groups.append(fused(*given, **more))
-        if len(groups) == 3:  # the second group's, in the second step
-            monkeypatch.undo()
-            raise RuntimeError(ERROR)
-
-    fused = torch._fused_adamw_
-    monkeypatch.setattr(torch, "_fused_adamw_", fails)
-    assert train_here(path, *flags) == 4
-    assert len(groups) == 3 and snapshot(path)["step"] == 1
+    """Some weights have changed already: here those of the first group, in the second step."""
+    flags, real = ("--no-amp", "--save-interval=1", "--num-steps=3"), torch._fused_adamw_
+    ways = iter([real, real, real, raising(RuntimeError(ERROR))])
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda *given, **more: next(ways)(*given, **more))
+    assert train_here(path, *flags) == 4 and snapshot(path)["step"] == 1
     captured = capsys.readouterr()
     assert "warning  step" not in captured.out and f"recompute none; {ASK} " in captured.err
+    monkeypatch.undo()
     assert train_here(path, *flags, "--resume") == 0
     assert same(snapshot(path)["model"], snapshot(undisturbed(*flags))["model"])
 
 
 def test_of_a_changed_model_only_what_is_exact_is_taken(path, capsys, monkeypatch):
     """Here it is attn, and what would be taken first without the check is selective:1."""
-    exact, looked_at = build.check_model, []
+    exact, looked_at = trainer.run.check_model, []
 
     def compare(model, *how: object) -> None:
         looked_at.append(model.config.recompute)
-        if model.config.recompute not in ("none", "attn"):
+        if model.config.recompute != "attn":
             raise MiniGPTError("its result differs")
         exact(model, *how)
 
-    monkeypatch.setattr(build, "check_model", compare)
-    flags = "--no-amp", "--num-steps=4"
+    monkeypatch.setattr(trainer.run, "check_model", compare)
     with running_out(STEP, (50, False)):
-        assert train_here(path, *flags) == 0
-    assert looked_at[:2] == ["none", "selective:1"] and looked_at[-1] == "attn"
+        assert train_here(path, "--no-amp", "--num-steps=4") == 0
+    assert looked_at[0] == "selective:1" and looked_at[-1] == "attn"
     assert "recompute none; again, and from now on, with attn (" in capsys.readouterr().out
-    assert same(snapshot(path)["model"], snapshot(undisturbed(*flags))["model"])
-
-
-# ---- Where memory runs out again, in the rescue itself
-
-
-AGAIN = row("memory runs out once more")
-
-
-@AGAIN
-@slow
-@pytest.mark.usefixtures("plans_memory")
-@pytest.mark.parametrize("policy", ["none", "attn"])  # (nothing needs less than attn)
-def test_wherever_the_rescue_itself_runs_out_it_ends_the_run(policy, tmp_path, capfd, thorough):
-    """While it frees, takes a policy and checks it, and while the last line is written."""
-    flags = f"--no-amp --num-steps=3 --batch-size=1 {POLICY}={policy}".split()
-    draw, whole, total = random.Random(policy), snapshot(undisturbed(*flags)), 0
-    for i in range(300 if thorough else 8):
-        # Half of the calls are among the last, which are few; at first only count them.
-        at = i and draw.choice([draw.randint(1, total), draw.randint(total - 60, total)])
-        error, path = draw.choice([MemoryError(), RuntimeError(ERROR)]), tmp_path / f"{i}.pt"
-        with running_out(STEP, (50, False)), running_out_again(at, error) as calls:
-            code = train_here(path, *flags)
-        lines, total = capfd.readouterr().err.count("error: out of memory"), total or calls[0]
-        assert code == (0 if i == 0 and policy == "none" else 4) or code == 0 and not lines, at
-        assert lines == (code == 4) and (code or same(snapshot(path)["model"], whole["model"]))
+    assert same(
+        snapshot(path)["model"], snapshot(undisturbed("--no-amp", "--num-steps=4"))["model"]
+    )
 
 
 # ---- For real
@@ -322,12 +285,8 @@ def test_a_process_that_may_have_no_more(share, fault, policy, code, path):
     env = {"FAULTS": fault, "ROOM": room, "MALLOC_MMAP_THRESHOLD_": "65536"}
     flags = (*LARGE, f"{POLICY}={policy}")
     result = train(path, *flags, expect=code, script=f"{FAULTS} train_minimal", **env)
-    warning = r"^warning  step \d: .* from now on, with (\S+) .* results$"
-    taken = re.findall(warning, result.stdout, re.M)
-    assert taken
+    *_, taken = re.findall(r"^warning .* on, with (\S+) .* results$", result.stdout, re.M)
     if code:
-        (line,) = result.stderr.splitlines()
-        assert f"recompute {taken[-1]}; {ASK} " in line and f"; go on from {path}, step 1" in line
-        assert snapshot(path)["step"] == 1
+        assert f"recompute {taken}; {ASK} " in result.stderr and snapshot(path)["step"] == 1
     else:
         assert same(snapshot(path)["model"], snapshot(undisturbed(*LARGE))["model"])

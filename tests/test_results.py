@@ -4,7 +4,6 @@ commands that make it. Results that were made once do not follow the code.
 
 import argparse
 import json
-import re
 import shlex
 
 import pytest
@@ -12,8 +11,6 @@ from harness.runs import ROOT
 from test_readme import DOCS, README, cells
 
 from memory import POLICY_NAMES
-from model import MiniGPTConfig
-from planner.formulas import count_parameters
 from scripts import memory_timeline, plan_memory
 from scripts.kept_tensors import kept_by_one_block
 from studies import tables
@@ -24,7 +21,6 @@ MADE_ONCE = {"memory_page.png", "block_policies.png"} | {  # (a screenshot; and 
     f"{name}.json"
     for name in ("optimizers", "fine_tuning", "compiler", "benchmark_cpu_124m_b2_peer")
 }
-GPT2_SMALL = MiniGPTConfig(dropout=0.0)
 REMAKE = "if the change is meant: studies/README.md has the command"
 
 
@@ -66,13 +62,15 @@ def test_a_table_is_printed_and_written(name, tmp_path, monkeypatch, capsys):
     assert name == "ladder" or table.split("\n\n")[0] in "".join(DOCS.values()), REMAKE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "of"),
     [
-        pytest.param("ladder", "plain", marks=pytest.mark.slow),
-        pytest.param("ladder", "full", marks=pytest.mark.slow),
-        pytest.param("long", (("sdpa", 0, 1), "gpt2"), marks=pytest.mark.slow),
-        pytest.param("long", (("full", 1, 4), "gpt2"), marks=pytest.mark.slow),
+        ("ladder", "plain"),
+        ("ladder", "full"),
+        ("cards", "RTX 3060 12GB"),
+        ("long", (("sdpa", 0, 1), "gpt2")),
+        ("long", (("full", 1, 4), "gpt2")),
     ],
 )
 def test_a_row_is_made_again(name, of):
@@ -81,8 +79,9 @@ def test_a_row_is_made_again(name, of):
     # Seconds are added up in another order by a CPU without vector instructions. (long.json is of
     # older plans of a GPU's operators: up to 2.3 % fewer seconds now, and 0.04 % more tokens.)
     old = {"seconds": 0.03, "tokens": 1e-3, "replayed": 1e-3}
-    for key, close in (old if name == "long" else {"seconds": 1e-9}).items():
-        assert found.pop(key) == pytest.approx(wanted.pop(key), rel=close), REMAKE
+    for key, close in (old if name == "long" else dict.fromkeys(wanted, 1e-9)).items():
+        same = pytest.approx if isinstance(wanted[key], float | int | dict) else lambda x, rel: x
+        assert found.pop(key) == same(wanted.pop(key), rel=close), REMAKE
     assert found == wanted, REMAKE
 
 
@@ -103,14 +102,9 @@ def test_the_first_table_is_what_was_predicted():
         for rung in ("plain", "none", "full")
     ]
     assert [row[1:] for row in cells(README, "| | 2 seq")] == wanted
-    state, gradients = (n * count_parameters(GPT2_SMALL) / 2**20 for n in (12, 4))
-    assert f"\n{state:,.0f} MiB of each figure are the weights" in README
-    assert f" at its end\n{gradients:,.0f} MiB. " in README
-    assert f"[{step_flops('full'):.2f} times the FLOPs]" in README
 
 
-@pytest.fixture(scope="module")
-def kept():
+def kept() -> dict[str, float]:
     """policy -> what a block keeps for backward, in BTC (without autocast's copies of weights)"""
     args = argparse.Namespace(batch_size=2, seq_len=1024, d_model=768, n_heads=12, no_amp=False)
     listed = {policy: kept_by_one_block(policy, args) for policy in POLICY_NAMES}
@@ -121,25 +115,27 @@ def kept():
 
 
 def step_flops(policy: str) -> float:
-    plan = plan_memory.make_plan(plan_memory.parse(["--model=gpt2", "--device=cuda"]))[0]
+    plan = plan_memory.make_plan(plan_memory.parse(["--model=gpt2", "--device=cuda"]))
     return plan.planner.step(1, recompute=policy).relative_flops
 
 
 @pytest.mark.slow
-def test_the_ladder_is_what_was_predicted(kept):
+def test_the_ladder_is_what_was_predicted():
     """What a block keeps, in whole BTC; peaks, FLOPs and times of a step."""
     rows = {row[0].strip("`"): row[1:] for row in cells(DOCS["ladder.md"], "| policy | keeps")}
     assert rows.keys() == {*POLICY_NAMES, "full/2"}
+    block = kept()
     for rung, (keeps, *found) in rows.items():
         of = figures()[rung]
         flops, times = f"{step_flops(rung):.2f}", [of[card] for card in tables.CLOCKS]
         assert found == [of["124M, B=12"], of["1.5B, B=4"], flops, *times]
-        assert rung not in kept or keeps == f"{kept[rung]:.0f}"
+        assert rung not in block or keeps == f"{block[rung]:.0f}"
 
 
 # ---- the pictures
 
 
+@pytest.mark.slow
 def test_the_pictures_peaks_are_what_the_planner_says():
     """(Else: make them anew, and commit.)"""
     (flags,) = (words[2:] for words in COMMANDS if "scripts.memory_timeline" in words)
@@ -147,13 +143,3 @@ def test_the_pictures_peaks_are_what_the_planner_says():
     picture = (FOLDER / "memory_timeline.png").read_bytes()
     for name, record in memory_timeline.record_all(args)[1].items():
         assert f"{name}: {record.step_memory.peak:,} bytes".encode() in picture, REMAKE
-
-
-def test_the_picture_of_a_block_is_still_right(kept):
-    """It carries its table, whose last rows are sums. (A later policy needs no column.)"""
-    text = (FOLDER / "block_policies.png").read_bytes().decode("latin-1")
-    starts = r"\|  \| BTC", r"kept per block \(BTC\) \| ", "FLOPs of a step \\| "
-    policies, *rows = (re.search(rf"{start} \| (.*) \|", text)[1].split(" | ") for start in starts)
-    assert "none" in policies and {*policies} <= {*POLICY_NAMES}
-    today = [[f"{kept[name]:.1f}", f"{step_flops(name):.2f}"] for name in policies]
-    assert [*map(list, zip(*rows, strict=True))] == today

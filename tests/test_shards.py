@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.shapes import WIDE
-from harness.answers import BATCH, SHAPE, ask, question, room_for
+from harness.answers import BATCH, SHAPE, ask, question
 from harness.marks import rest_slow
 from harness.planned import planner
 from harness.runs import parse, start_together
@@ -24,7 +23,6 @@ from memory import MemorySavingGPT, recompute_plan_of_config
 from planner import Layout, Planner
 from planner.choose import pick_fastest_fitting_step
 from planner.shards import GLOO, state_bytes
-from scripts.advice import advice
 from scripts.plans import CommandPlan as Plan
 from train_fsdp import FSDPProcess
 from trainer.optimizer import make_optimizer
@@ -166,9 +164,9 @@ DEEP = "--n-layers 8 --d-model 64 --seq-len 16 --batch-size 2"  # much weight, l
 @pytest.mark.parametrize(
     ("kind", "n", "replicas", "said"),
     [
-        ("fsdp", 4, 4, "4 processes hold the model between them"),
+        ("fsdp", 4, 4, ", one of 4 processes of train_fsdp.py\n"),
         # (A step has as many as with one process.)
-        pytest.param("sp", 2, 1, "share each sequence", marks=slow),
+        pytest.param("sp", 2, 1, ", one of 2 processes of train_sp.py\n", marks=slow),
     ],
 )
 def test_plan_memory_plans_shards(kind, n, replicas, said):
@@ -187,15 +185,6 @@ def test_plan_memory_plans_shards(kind, n, replicas, said):
     command = " ".join(answer.command)
     assert command.startswith(f"torchrun --nproc-per-node={n} train_{kind}.py --")
     assert f"--{kind}" not in command
-
-
-@pytest.mark.parametrize(("processes", "named"), [(4, True), (1, False)])
-def test_the_way_to_shards_is_named_where_the_state_does_not_fit(processes, named):
-    flags = f"{SHAPE} --device cpu --no-amp --use-activation-checkpoint full/2 {DEEP}"
-    layout = Layout("ddp", world_size=processes)
-    ddp = Plan(parse(flags), 64, CPU, torch.float32, layout=layout)
-    text, _ = advice(replace(ddp, memory_budget=room_for(ddp.state_bytes)))
-    assert ("(train_fsdp.py deals them out)" in text) == named
 
 
 def test_the_update_of_shards_is_planned_as_it_runs():

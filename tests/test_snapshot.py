@@ -7,9 +7,10 @@ the new run's own past. (A forgotten --resume: test_resume.py.)
 
 import errno
 import os
+import random
 import re
 import tempfile
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -18,9 +19,10 @@ import torch
 from harness.faults import Injected, broken, raising
 from harness.rows import row
 from harness.runs import metrics, same, snapshot, train_here
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.resume import load_newest
 from trainer.snapshot import (
     SaveError,
     SnapshotError,
@@ -35,8 +37,8 @@ from trainer.snapshot import (
 
 def state(step: int) -> dict:
     return {
-        **{key: {} for key in ("scaler", "config", "args")},
-        **{"typed": [], "tokenizer": {"name": "toy"}, "run": "", "threads": 1},
+        **{"scaler": {}, "config": {}, "args": [], "run": "", "threads": 1},
+        "tokenizer": {"name": "toy"},
         "data": {"description": "", "fingerprint": "", "sequences_per_step": 2},
         "optimizer": {"state": {0: {"exp_avg": torch.randn(64)}}, "param_groups": []},
         **{"best_val_loss": 2.5, "step": step, "model": {"weight": torch.randn(64, 64)}},
@@ -46,37 +48,28 @@ def state(step: int) -> dict:
 # ---- To write one
 
 
-FULL = r"disk full \(No space .*\); it needs 0.0 MB, .* MB are free; are its inodes used up"
+FULL = r"disk full \(No space .*\); it needs 0.0 MB, .* MB are free; make room"
 
 
 @pytest.mark.parametrize(
-    ("where", "call", "error", "says"),
+    ("where", "error", "says"),
     [
-        ("torch.save", 1, errno.ENOSPC, FULL),
-        ("os.fsync", 1, errno.EIO, "Input/output error"),
-        ("os.fsync", 2, errno.EIO, "Input/output error"),  # of the folder: the file is there
-        ("os.fsync", 2, errno.EINVAL, None),  # a folder that cannot be synced, as on SMB
-        ("os.fsync", 2, errno.ENOTSUP, None),
+        ("torch.save", errno.ENOSPC, FULL),
+        ("os.fsync", errno.EIO, "Input/output error"),
+        ("os.replace", errno.EACCES, "Permission denied"),
     ],
 )
-def test_a_failed_save_harms_nothing(path, tmp_path, monkeypatch, where, call, error, says):
-    save_snapshot(path, state(1))
-    effects = [None] * (call - 1) + [OSError(error, os.strerror(error))]
-    monkeypatch.setattr(where, Mock(side_effect=effects))
-    with pytest.raises(SaveError, match=f"cannot save .*run.pt: {says}") if says else nullcontext():
-        save_snapshot(path, state(2), keep_previous=True)
-    assert {p.name for p in tmp_path.iterdir()} == {"run.pt", *["run.prev.pt"] * (call > 1)}
-    assert read_snapshot(path)["step"] == call
-
-
-def test_only_what_is_asked_for_stays(tmp_path):
-    """No snapshot before, unless it is to be kept; nothing of a process that was killed in a save,
-    but what another run is just writing, whose name differs after a point."""
-    for name in (".lr0.123.tmp", ".lr0.01.123.tmp"):
-        (tmp_path / name).write_text("half")
+def test_a_save_keeps_what_it_must_and_leaves_nothing_else(path, tmp_path, where, error, says):
+    """Nor what a killed process has left."""
+    (tmp_path / ".run.pt.tmp").write_text("half")
     for step in (1, 2):
-        save_snapshot(tmp_path / "lr0", state(step))
-    assert {p.name for p in tmp_path.iterdir()} == {"lr0", ".lr0.01.123.tmp"}
+        save_snapshot(path, state(step))
+    failing = patch(where, Mock(side_effect=OSError(error, os.strerror(error))))
+    with failing, pytest.raises(SaveError, match=f"cannot save .*run.pt: {says}"):
+        save_snapshot(path, state(3), keep_previous=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["run.pt"] and read_snapshot(path)["step"] == 2
+    save_snapshot(path, state(3), keep_previous=True)
+    assert read_snapshot(sibling_path(path, ".prev.pt"))["step"] == 2
     assert sibling_path(Path("lr0.01"), ".prev.pt") == Path("lr0.01.prev.pt")
 
 
@@ -84,30 +77,18 @@ def test_only_what_is_asked_for_stays(tmp_path):
 
 
 @row("a random bit")
-def test_a_flipped_bit_is_one_line_or_changes_nothing(path):
-    """torch.load takes most of them for weights. (And zipfile, zlib and torch have many ways to say
-    what they find.)"""
+def test_each_flipped_bit_is_found(path):
+    """torch.load takes most of them for weights."""
     original = state(1)
     save_snapshot(path, original)
     assert same(read_snapshot(path), original)
-    content = path.read_bytes()
-    directory = content.index(b"PK\1\2")
-
-    @settings(max_examples=300)
-    @given(
-        st.integers(0, len(content) - 1) | st.integers(directory, len(content) - 1),
-        st.integers(0, 7),
-    )
-    def check(place, bit):
-        damaged = bytearray(content)
-        damaged[place] ^= 1 << bit
+    content = bytearray(path.read_bytes())
+    for bit in random.Random(0).sample(range(8 * len(content)), 4000):
+        damaged = content.copy()
+        damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        try:
-            assert same(read_snapshot(path), original)
-        except SnapshotError as error:
-            assert "\n" not in str(error)
-
-    check()
+        with pytest.raises(SnapshotError, match="no snapshot of this trainer, or a damaged one"):
+            read_snapshot(path)
 
 
 # ---- The lock
@@ -128,20 +109,14 @@ def test_second_run_on_the_same_files_is_refused(tmp_path, capsys):
     assert train_here(path, "--resume", "--num-steps=21") == 0  # its end opened the lock
 
 
-@pytest.mark.parametrize("change", [{"step": 3}, {"run": "another"}])
-def test_a_snapshot_that_changes_while_a_run_is_set_up(path, capsys, monkeypatch, change):
+def test_a_snapshot_that_changes_while_a_run_is_set_up(path):
     """The run before was still at its last save: to go on from the one before would drop that."""
-    assert train_here(path, "--num-steps=2") == 0
-    later = snapshot(path) | change
-
-    def save_and_claim(*given):
-        torch.save(later, path)
-        return claim(*given)
-
-    monkeypatch.setattr("trainer.build.claim", save_and_claim)
-    assert train_here(path, "--resume") == 2
-    assert "another run was still at" in capsys.readouterr().err
-    assert same(snapshot(path), later)
+    save_snapshot(path, state(1))
+    claim(path, load_newest(path)).close()
+    resumed = load_newest(path)
+    save_snapshot(path, state(2))
+    with pytest.raises(SnapshotError, match="another run was still at"):
+        claim(path, resumed)
 
 
 # ---- The name
@@ -170,16 +145,15 @@ def test_whatever_runs_of_one_second_and_a_kill_have_left_is_kept(runs, survived
 
 
 @pytest.mark.parametrize(
-    ("left", "becomes", "goes_on"),
+    ("left", "goes_on"),
     [
-        (".metrics.jsonl", ".metrics.jsonl", False),  # killed before its first save
-        (".best.pt", ".best.pt", True),  # in its first save
-        (".prev.pt", ".prev.pt", True),  # between the two renames of a save
+        (".metrics.jsonl", False),  # killed before its first save
+        (".best.pt", True),  # in its first save
+        (".prev.pt", True),  # between the two renames of a save
     ],
 )
-def test_what_a_kill_has_left_is_kept_and_gone_on_with(
-    path, tmp_path, capsys, left, becomes, goes_on
-):
+def test_what_a_kill_has_left_is_kept_and_gone_on_with(path, tmp_path, capsys, left, goes_on):
+    """No command is promised that could not."""
     file = sibling_path(path, left)
     assert train_here(path, "--num-steps=2", "--save-interval=1") == 0
     for other in set(files_of_run(path)) - {file}:
@@ -187,9 +161,10 @@ def test_what_a_kill_has_left_is_kept_and_gone_on_with(
     before = file.read_bytes()
     assert train_here(path, "--num-steps=3") == 0
     said = capsys.readouterr().out
-    (renamed,) = tmp_path.glob(f"run.2*{becomes}")
+    (renamed,) = tmp_path.glob(f"run.2*{left}")
     assert f"note     the files of another run at {path} become those of {tmp_path}/run.2" in said
     assert renamed.read_bytes() == before and len(metrics(path)) == 3
-    (old,) = map(Path, re.findall("^note .* --checkpoint-path (.*)", said, re.M))
-    assert train_here(old, "--resume", "--num-steps=2") == (0 if goes_on else 2)
-    assert not goes_on or snapshot(old)["step"] == 2
+    commands = re.findall("^note .* --checkpoint-path (.*)", said, re.M)
+    assert len(commands) == goes_on
+    for old in map(Path, commands):
+        assert train_here(old, "--resume", "--num-steps=3") == 0 and snapshot(old)["step"] == 3

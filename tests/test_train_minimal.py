@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness.faults import raising
+from harness.faults import raising, undisturbed
 from harness.marks import rest_slow
 from harness.runs import TINY, metrics, parse, ready, run, same, snapshot, train_here
 from torch._dynamo.utils import counters
@@ -32,21 +32,19 @@ CUDA, CPU, MPS = torch.device("cuda", 1), torch.device("cpu"), torch.device("mps
 predicted = pytest.mark.usefixtures("plans_memory")
 
 
-def test_clipping_sees_true_gradients(tmp_path):
+def test_clipping_sees_true_gradients(path):
     """float16 gradients are scaled by thousands; the norm that is clipped and logged is not."""
-    scaled, plain = tmp_path / "scaled.pt", tmp_path / "plain.pt"
-    assert train_here(scaled, "--amp-dtype=float16", "--num-steps=2") == 0
-    assert train_here(plain, FP32, "--num-steps=2") == 0
-    for a, b in zip(metrics(scaled), metrics(plain), strict=True):
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=0.02)
+    assert train_here(path, "--amp-dtype=float16", "--num-steps=2") == 0
+    plain = metrics(undisturbed(FP32, "--num-steps=2"))
+    for scaled, exact in zip(metrics(path), plain, strict=True):
+        assert scaled["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.02)
 
 
-def test_precision_follows_the_hardware(monkeypatch):
-    for has, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("trainer.device.cpu_has_bfloat16", lambda has=has: has)
-        assert choose_precision(parse(), CPU) == dtype
-        assert choose_precision(parse(BF16), CPU) == torch.bfloat16
-        assert choose_precision(parse(FP32), CPU) == torch.float32
+@pytest.mark.parametrize("has", [True, False])
+def test_precision_follows_the_hardware(has, monkeypatch):
+    monkeypatch.setattr("trainer.device.cpu_has_bfloat16", lambda: has)
+    found = [choose_precision(parse(flags), CPU) for flags in ("", BF16, FP32)]
+    assert found == [torch.bfloat16 if has else torch.float32, torch.bfloat16, torch.float32]
 
 
 # ---- What is printed and written
@@ -159,14 +157,14 @@ def test_the_sample_compiles_nothing(path, monkeypatch):
 
     torch._dynamo.reset()
     counters.clear()
-    compile_module = partialmethod(torch.nn.Module.compile, backend="eager")
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
-    # Without g++.
-    monkeypatch.setattr("memory.head.compile_target_log_prob", lambda: target_log_prob_)
-    monkeypatch.setattr("trainer.build.check_compiler", lambda device: None)
-    monkeypatch.setattr("trainer.shutdown.sample_text", sample)
-    flags = ("--compile", "--no-amp", "--num-steps=2", "--sample-tokens=5")
-    assert train_here(path, *flags) == 0
+    for place, replacement in {
+        "torch.nn.Module.compile": partialmethod(torch.nn.Module.compile, backend="eager"),
+        "memory.head.compile_target_log_prob": lambda: target_log_prob_,  # without g++
+        "trainer.build.check_compiler": lambda device: None,
+        "trainer.build.sample_text": sample,
+    }.items():
+        monkeypatch.setattr(place, replacement)
+    assert train_here(path, "--compile", "--no-amp", "--num-steps=2", "--sample-tokens=5") == 0
     assert not any("_orig_mod" in name for name in snapshot(path)["model"])
     torch._dynamo.reset()
 
@@ -221,12 +219,10 @@ def test_tf32_is_a_setting_of_a_gpu_that_the_trainer_asks_for(path, monkeypatch)
     before, asked = torch.get_float32_matmul_precision(), []
     for tf32 in (False, True, False):  # TORCH_ALLOW_TF32_CUBLAS_OVERRIDE may have set it
         set_matmul_precision(CUDA, tf32)
-        set_matmul_precision(CPU, tf32=not tf32)
         assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
     torch.set_float32_matmul_precision(before)
     monkeypatch.setattr("trainer.build.set_matmul_precision", lambda *how: asked.append(how))
-    assert train_here(path, "--no-amp", "--num-steps=1", "--tf32") == 0
-    assert asked == [(CPU, True)]
+    assert train_here(path, "--no-amp", "--num-steps=1", "--tf32") == 0 and asked == [(CPU, True)]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +235,6 @@ def test_tf32_is_a_setting_of_a_gpu_that_the_trainer_asks_for(path, monkeypatch)
 )
 def test_the_first_lines_note_what_was_not_asked_for(flags, n_ids, says, tmp_path, monkeypatch):
     run = ready(tmp_path)
-    run.held_lock.close()
     monkeypatch.setattr("torch.version.cuda", "13.0")
     run.settings = parse(*TINY, flags)
     run.model.config = replace(run.model.config, vocab_size=n_ids)

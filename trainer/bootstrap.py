@@ -55,8 +55,7 @@ if IS_MAIN_PROGRAM:
     # stream, and with it everything that C code prints.
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # (`open` takes the lowest free number, which is this one)
-            setattr(sys, name, stream := open(os.devnull, "r" if name == "stdin" else "w"))
-            os.set_inheritable(stream.fileno(), True)  # the same for the processes that it starts
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
     # A shell may start a background process with SIGINT ignored. Then SIGINT stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, handle_sigint)
@@ -73,11 +72,10 @@ from types import FrameType  # noqa: E402
 # port. SIGKILL leaves no time to save. A save would not work anyway: it needs all processes, and
 # could wait forever for dead ones. (To save and stop, send SIGTERM to torchrun. torchrun passes
 # SIGTERM on to its processes, and leaves them 30 seconds to save.)
-PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
     import ctypes
 
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG of <sys/prctl.h>
 
 # Number of loop iterations for which an idle OpenMP thread waits for work before it sleeps. The
 # default is much larger. With the default, idle threads take the cores of a busy machine away from

@@ -1,21 +1,26 @@
-"""Build a run from its settings, in the order in which it happens: Settings and weights, a Plan,
-the data, the model, the Run."""
+"""Run a trainer from its settings to its exit code. Build the run in the order in which it happens:
+Settings and weights, a Plan, the data, the model, the Run."""
 
 import math
 import os
 import shlex
+import signal
+import sys
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from data import DataError, Dataset, MiniGPTError, Tokenizer, TrainBatches, ValBatches, load_dataset
+from data import Dataset, MiniGPTError, Tokenizer, TrainBatches, ValBatches, load_dataset
 from memory import MemorySavingGPT
 from model import MiniGPTConfig
 
 from . import resume
+from .bootstrap import PROCESS_START
 from .check_model import check_model, make_model_without_memory
 from .clocks import make_clock
 from .device import (
@@ -28,6 +33,7 @@ from .device import (
 from .flags import flag
 from .metrics import (
     check_logger,
+    finish_wandb,
     open_logger,
     open_metrics,
 )
@@ -35,33 +41,92 @@ from .optimizer import make_optimizer
 from .plan import Plan, plan_run, vocab_size_of
 from .pretrained import Pretrained, SnapshotOrPretrained, open_init_from
 from .process import OneProcess
-from .report import describe_run
+from .report import describe_result, describe_run, resume_command, sample_text
 from .run import Run, make_scaler
-from .settings import ROWS, Rule, Settings, check_layout, names_with, resolve
+from .settings import ROWS, Rule, Settings, names_with, resolve
+from .shutdown import describe_error
 from .snapshot import (
     LoadedSnapshot,
-    SnapshotError,
     State,
-    archived_path,
-    check_no_path_conflict,
+    check_path,
     check_shapes,
     claim,
-    copy_as_newest_snapshot,
+    files_of_run,
     rename_older_run,
     sibling_path,
+    unused_path,
 )
+from .torchrun import print_error_once
 
 MakeProcess = Callable[[Settings], OneProcess]
-# Name, mostly a flag -> (value that must be the same on all ranks, advice if it is not)
-FactByName = dict[str, tuple[object, str]]
 
 
-def set_up_from_settings(settings: Settings, make_process: MakeProcess) -> Run:
-    """Set up the run that the command line describes. With --resume, the snapshot supplies the
-    flags that are not typed.
+def run_safely(
+    settings: Settings, make_process: MakeProcess, train: Callable[[Run], dict[str, Any]]
+) -> int:
+    """Build a run and `train` it; return the exit code: 0 done, 2 bad input, 3 stopped safely, 4
+    out of memory, 128 + n stopped by signal n.
 
-    All mistakes that a user can make are found here, before the run writes or trains anything.
-    Raises MiniGPTError for a mistake, and for a step that needs more memory than the device has.
+    An error that is not a bug is printed as one line. Any other error is a bug, and is raised.
+    """
+    run = None
+    try:
+        run = build_run(*choose_start(settings, make_process))
+        # Unlock after the run, because this process may start another run.
+        with run.held_lock or nullcontext():
+            return train_and_report(run, train)
+    except KeyboardInterrupt:
+        print("\nstopped; --resume goes on from the last snapshot, if any", file=sys.stderr)
+        return 130
+    except Exception as error:
+        line, code = describe_error(error, settings, run)
+        print_error_once(line)
+        return code
+    finally:
+        finish_wandb()
+
+
+def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
+    """Call `train` and print the last lines of the run. Return the exit code: 0, 3 for weights that
+    are of no use, or 128 + signal number."""
+    settings, say = run.settings, run.process.print0
+    if run.step >= settings.num_steps:
+        say(
+            f"done     already at step {run.step:,}; raise --num-steps to go on: "
+            f"{resume_command(run)} --num-steps {2 * run.step}"
+        )
+        return 0
+    seconds_before = time.perf_counter() - PROCESS_START
+    record = train(run)
+    if run.stop_signal and (run.step < settings.num_steps or "val_loss" not in record):
+        with_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        note = " (torchrun's traceback below is no crash)" if with_torchrun else ""
+        say(
+            f"stopped  {signal.Signals(run.stop_signal).name} after step {run.step:,}: saved{note};"
+            f" go on with --resume: {resume_command(run)}"
+        )
+        return 128 + run.stop_signal
+    if not math.isfinite(record["val_loss"]):
+        print_error_once(
+            f"the validation loss is not finite after the last step, {run.step}: try a lower --lr "
+            f"than {settings.lr:.2g}; the weights in {settings.checkpoint_path} are of no use"
+        )
+        return 3
+    text = sample_text(run)  # on all ranks, because the forward of a sharded model needs all
+    seconds = time.perf_counter() - PROCESS_START
+    say(describe_result(run, record, text, seconds_before, seconds))
+    return 0
+
+
+def choose_start(
+    settings: Settings, make_process: MakeProcess
+) -> tuple[Settings, OneProcess, SnapshotOrPretrained]:
+    """Return the settings of the run that the command line describes, its process, and the snapshot
+    or the weights from which it starts. With --resume, the snapshot supplies the flags that are not
+    typed.
+
+    All mistakes that a user can make are found here or in `build_run`, before the run writes or
+    trains anything. Raises MiniGPTError for a mistake.
     """
     if settings.resume and "init_from" in settings.typed:
         raise MiniGPTError("--init-from starts a run and --resume goes on with one: leave one out")
@@ -70,7 +135,7 @@ def set_up_from_settings(settings: Settings, make_process: MakeProcess) -> Run:
         resumed = resume.load_newest(settings.checkpoint_path)
         settings = resume.with_saved_flags(settings, resumed)
     process = make_process(settings)
-    if resumed is None:
+    if resumed is None and "TORCHELASTIC_RUN_ID" in os.environ:
         # If torchrun has restarted this run, resume from the snapshot that the run itself has
         # saved. The weights of --init-from are not needed then, and may have been deleted.
         resumed = resume.load_own_run(settings.checkpoint_path, process.run_id)
@@ -79,8 +144,7 @@ def set_up_from_settings(settings: Settings, make_process: MakeProcess) -> Run:
     origin: SnapshotOrPretrained = resumed
     if resumed is None:
         origin, settings = open_init_from(settings)
-    settings = resolve(settings, process.layout.replicas)
-    check_layout(settings, process.layout, process.script)
+    settings = resolve(settings, process.layout, process.script)
     if settings.mlp_chunks != 1 and not settings.recompute_plan.supports_mlp_chunks:
         process.print0(
             f"note     --mlp-chunks {settings.mlp_chunks}: --use-activation-checkpoint "
@@ -91,14 +155,15 @@ def set_up_from_settings(settings: Settings, make_process: MakeProcess) -> Run:
     torch.autograd.set_detect_anomaly(settings.detect_anomaly)
     if process.rank == 0:  # only rank 0 logs
         check_logger(settings.log_to)
-    return build_run(settings, process, origin)
+    return settings, process, origin
 
 
 def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrained = None) -> Run:
     """Make the data, the model and the optimizer of a run, and return the run.
 
     `origin`: the snapshot or the pretrained weights from which the run starts; None: draw random
-    weights. Raises as `set_up_from_settings`.
+    weights. Raises MiniGPTError for a mistake of the user, and for a step that needs more memory
+    than the device has.
     """
     resumed = origin if isinstance(origin, LoadedSnapshot) else None
     device, precision = process.device, choose_precision(settings, process.device)
@@ -122,7 +187,9 @@ def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrai
         process.run_on_all_ranks(check)  # (each rank may have its own policy)
     if settings.compile:
         process.run_on_all_ranks(lambda: check_compiler(device))
-    held_lock = process.run_on_rank0_only(lambda: claim(settings.checkpoint_path, resumed))
+    held_lock = process.run_on_all_ranks(
+        lambda: claim(settings.checkpoint_path, resumed) if process.rank == 0 else None
+    )
     allocate_and_fill(model, settings, process, origin)
     optimizer = make_optimizer(model, settings, device, precision)
     scaler = make_scaler(device, precision)
@@ -147,7 +214,6 @@ def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrai
         val_batches=val,
         clock=make_clock(settings, process, model, optimizer, peaks),
         plans=plans,
-        check_techniques=check,
         held_lock=held_lock,
         **restored,
     )
@@ -180,91 +246,77 @@ def load_data_and_plan(
 
     Encoding a long text (into data/cache) takes long. So before the text is encoded, this function
     checks the flags and the path, and predicts the memory. This prediction is for the largest
-    vocabulary that the text can give. Raises as `set_up_from_settings`.
+    vocabulary that the text can give. Raises as `build_run`.
     """
     process.init_process_group()  # before this call the processes cannot communicate
-    raise_if_ranks_differ(
-        process.all_gather_object(consistency_facts(settings, process, precision, origin))
-    )
-    resuming, path = isinstance(origin, LoadedSnapshot), settings.checkpoint_path
-    process.run_on_rank0_only(lambda: check_no_path_conflict(path, resuming))
+    raise_if_ranks_differ(process.all_gather_object(facts(settings, process, precision, origin)))
+    path, resuming = settings.checkpoint_path, isinstance(origin, LoadedSnapshot)
+    process.from_rank0(lambda: check_path(path, resuming))
     vocab_size = process.run_on_all_ranks(lambda: vocab_size_of(settings, tokenizer_of(origin)))
     with process.showing_message("predicting the memory of a step"):
         policy, plans, words = plan_run(settings, vocab_size, process, precision)
     data = process.run_on_all_ranks(lambda: find_data(settings, process, origin))
     prints = f"{data.fingerprint[:8]} {data.tokenizer.fingerprint[:8]}"
-    hint = "all must have the same data and the same tokenizer"
-    fact = f"{data.description}, fingerprint {prints}", hint
-    raise_if_ranks_differ(process.all_gather_object({"--train-data": fact}))
+    data_facts: dict[str, object] = {"--train-data": f"{data.description}, fingerprint {prints}"}
+    raise_if_ranks_differ(process.all_gather_object(data_facts))
     # (A trained bpe has fewer ids than --vocab-size if its training text has too few pairs to
     # merge. So the model gets the vocabulary size of the tokenizer.)
     config = settings.model_config(data.tokenizer.vocab_size)
     return data, replace(config, recompute=policy), plans, words
 
 
-# ---- Check that all processes train the same model on the same data. Each process sends its facts
-# to all others. Then the facts of each rank are compared with the facts of rank 0.
-#
-# A run on several machines is started by hand on each machine, and each machine has its own command
-# line and its own disk. If one machine had another --lr, the weights of the processes would drift
-# apart without an error.
-
-
-def consistency_facts(
+def facts(
     settings: Settings,
     process: OneProcess,
     precision: torch.dtype,
     origin: SnapshotOrPretrained,
-) -> FactByName:
-    """Return all facts that must be the same in all processes, except the facts about the data."""
-    snapshot = "no snapshot to go on from"
+) -> dict[str, object]:
+    """Return what must be the same in all processes before they read the data: name, mostly a flag
+    -> value.
+
+    A run on several machines is started by hand on each machine, and each machine has its own
+    command line and its own disk. If one had another --lr, the weights of the processes would drift
+    apart without an error.
+    """
+    snapshot = None
     if isinstance(origin, LoadedSnapshot):
-        snapshot = f"step {origin.state['step']} of run {str(origin.state.get('run'))[:8]}"
+        snapshot = f"step {origin.state['step']} of run {origin.state['run'][:8]}"
     checksum = origin.weights_checksum if isinstance(origin, Pretrained) else None
-    shared_disk = "all must see the same snapshot, on a disk that they share"
-    same_install = "install the same on all machines"
-    have, same_weights = "choose one that all have", "all must start from the same weights"
     must_agree = [name for name, row in ROWS.items() if Rule.PER_RANK not in row["rules"]]
-    same_flags = "start all with the same flags"
     return {
-        "--checkpoint-path": (snapshot, shared_disk),
-        "--init-from": (f"weights of checksum {checksum}", same_weights),
-        "torch": (".".join(torch.__version__.split(".")[:2]), same_install),
-        "the trainer": (process.script, "start the same on all machines"),
-        "--device": (process.device.type, have),
-        "--amp-dtype": (str(precision).removeprefix("torch."), have),
-        **{flag(name): (getattr(settings, name), same_flags) for name in must_agree},
+        "--checkpoint-path": snapshot or "no snapshot to go on from",
+        "--init-from": f"weights of checksum {checksum}",
+        "torch": ".".join(torch.__version__.split(".")[:2]),
+        "the trainer": process.script,
+        "--device": process.device.type,
+        "--amp-dtype": str(precision).removeprefix("torch."),
+        **{flag(name): getattr(settings, name) for name in must_agree},
     }
 
 
-def raise_if_ranks_differ(of_each: list[FactByName]) -> None:
+def raise_if_ranks_differ(of_each: list[dict[str, object]]) -> None:
     """Raise MiniGPTError for the first fact that differs between processes.
 
     `of_each`: the facts of each process, in the order of the ranks.
     """
-    first, derived = of_each[0], {*map(flag, names_with(Rule.DERIVED))}
-    for name in sorted(first, key=derived.__contains__):
-        value, hint = first[name]
-        for rank, facts in enumerate(of_each):
-            if facts[name][0] != value:
-                difference = f"rank 0 has {value}, rank {rank} has {facts[name][0]}"
-                raise MiniGPTError(f"{name}: {difference}: {hint}")
+    for name, value in of_each[0].items():
+        for rank, of_rank in enumerate(of_each):
+            if of_rank[name] != value:
+                raise MiniGPTError(
+                    f"{name}: rank 0 has {value}, rank {rank} has {of_rank[name]}: all processes "
+                    "must have the same"
+                )
 
 
 # ---- Parts of a run
 
 
 def tokenizer_of(origin: SnapshotOrPretrained) -> Tokenizer | None:
-    """Return the tokenizer of a snapshot or of pretrained weights; None if `origin` is None.
-
-    Raises SnapshotError if the snapshot contains no valid tokenizer.
-    """
-    if not isinstance(origin, LoadedSnapshot):
-        return origin.tokenizer if origin else None
-    try:
+    """Return the tokenizer of a snapshot or of pretrained weights; None if `origin` is None. Raises
+    DataError if a snapshot has none that this project knows."""
+    if isinstance(origin, LoadedSnapshot):
         return Tokenizer.from_state(origin.state["tokenizer"])
-    except DataError as error:
-        raise SnapshotError(f"{origin.path} holds {error}") from None
+    return origin.tokenizer if origin else None
 
 
 def archive_and_open_logs(run: Run) -> None:
@@ -276,15 +328,16 @@ def archive_and_open_logs(run: Run) -> None:
     settings, path, say = run.settings, run.settings.checkpoint_path, run.process.print0
     if run.process.rank > 0:
         return
-    if run.step == 0 and (renamed := archived_path(path)):
-        rename_older_run(path)
+    if run.step == 0 and (renamed := rename_older_run(path)):
+        has_snapshot = any(map(os.path.exists, files_of_run(renamed)[:3]))
+        go_on = f"; to go on with that one: --resume --checkpoint-path {shlex.quote(str(renamed))}"
         say(
-            f"note     the files of another run at {path} become those of {renamed}; to go on with "
-            f"that one: --resume --checkpoint-path {shlex.quote(str(renamed))}"
+            f"note     the files of another run at {path} become those of {renamed}"
+            + go_on * has_snapshot
         )
     run.metric_writers.append(open_metrics(sibling_path(path, ".metrics.jsonl"), run.step))
     if settings.log_to != "none":
-        log = open_logger(settings.log_to, path, run.snapshot_metadata, run.step, say)
+        log = open_logger(settings, run.snapshot_metadata, run.step, say)
         run.metric_writers.append(log)
 
 
@@ -293,8 +346,7 @@ def find_data(
 ) -> Dataset:
     """Return the data that the flags of the group "data" describe.
 
-    If `origin` has a tokenizer, the text is encoded with that tokenizer. Raises DataError, or
-    SnapshotError as `tokenizer_of` does.
+    If `origin` has a tokenizer, the text is encoded with that tokenizer. Raises DataError.
     """
     flags = {name: getattr(settings, name) for name in (*names_with(Rule.DATA), "data_seed")}
     return load_dataset(**flags, tokenizer=tokenizer_of(origin), say=process.print0)
@@ -309,18 +361,16 @@ def make_snapshot_metadata(
 ) -> State:
     """Return the part of a snapshot that identifies its run. This part has plain types only, no
     tensors."""
-    # (--profile is for one start of the run only, so --resume does not restore it.)
-    flags = {name: getattr(settings, name) for name in ROWS if name != "profile"}
-    flags["checkpoint_path"] = str(settings.checkpoint_path)
-    for name in ("train_data", "val_data"):  # absolute, because --resume may run in another folder
-        flags[name] = flags[name] and [os.path.abspath(path) for path in flags[name]]
-    flags["init_from"] = settings.init_from and os.path.abspath(settings.init_from)
+    # Absolute paths, because --resume may run in another folder.
+    paths: dict[str, Any] = {name: None for name in names_with(Rule.THIS_START)}
+    for name in ("train_data", "val_data"):
+        paths[name] = [os.path.abspath(path) for path in getattr(settings, name) or ()] or None
+    paths["init_from"] = settings.init_from and os.path.abspath(settings.init_from)
     per_step = settings.batch_size * settings.grad_accum_steps * process.layout.replicas
     return {
         "run": resumed.state["run"] if resumed else process.run_id,
         "config": asdict(config),
-        "args": flags,
-        "typed": sorted(settings.typed & flags.keys()),
+        "args": settings.words(**paths),
         "tokenizer": data.tokenizer.state(),
         # On a CPU, threads split a sum, so the number of threads decides how the sum is rounded. On
         # a GPU the number of threads has no effect.
@@ -338,11 +388,12 @@ def restored_progress(
 ) -> dict[str, Any]:
     """Return the fields of a Run that tell how far the resumed run was.
 
-    If the snapshot is not the file at --checkpoint-path, it is copied there, and becomes the newest
-    one.
+    If the snapshot is not the file at --checkpoint-path, that file could not be read. It is renamed
+    and not deleted, because perhaps only the disk had a fault, and the file is intact.
     """
-    state, step = resumed.state, resumed.state["step"]
-    if resumed.path != settings.checkpoint_path and process.rank == 0:
-        copy_as_newest_snapshot(resumed.path, settings.checkpoint_path)
-    best = math.inf if resume.val_windows_changed(state, metadata) else state["best_val_loss"]
-    return {"step": step, "saved_step": step, "best_val_loss": best}
+    state, path = resumed.state, settings.checkpoint_path
+    if process.rank == 0 and resumed.path != path and os.path.lexists(path):
+        os.replace(path, unused_path(path, ".damaged"))
+    other_windows = "eval_tokens" in resume.changes(state, metadata)
+    best = math.inf if other_windows else state["best_val_loss"]
+    return {"step": state["step"], "saved_step": state["step"], "best_val_loss": best}

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
@@ -26,8 +26,13 @@ MAX_COUNT = 10**9
 MAX_LAYERS = 10**4
 MAX_WIDTH = 10**6  # of heads, channels, and sequences of a micro-batch
 AUTO = "auto"  # value of --use-activation-checkpoint: the run chooses the policy
-# Suffix of a number of tokens -> factor.
-TOKEN_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+# Unit -> factor. With an "i", or with no "b", the units of bytes are powers of 1,024.
+TOKEN_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+BYTE_UNITS = {"b": 1} | {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -115,37 +120,35 @@ def replace_fields_by_flags(message: str) -> str:
     return message.replace("--recompute", "--use-activation-checkpoint")
 
 
-def byte_count(text: str) -> int:
-    """Parse a number of bytes (argparse type). The units in "8GiB" and "8G" are powers of 1,024;
-    the unit in "500 MB" is a power of 1,000."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([kmgt])(i?b)?|b)\s*", text.lower())
-    unit = (1000 if match[3] == "b" else 1024) ** " kmgt".index(match[2] or " ") if match else 0
-    count = float(match[1]) * unit if match else 0.0
-    if not 1 <= count < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"must be a number with a unit (KiB MiB GiB TiB, or kB MB GB TB), a byte or more, as "
-            f"in 8GiB, not {text[:40]!r}"
-        )
-    return int(count)
+def number_with_unit(units: Mapping[str, int], least: int, expected: str) -> Callable:
+    """Return an argparse type for numbers from `least` to 10^15, written with one of `units`, such
+    as "1.5B", "8 GiB" or "1e9". A fraction is cut off. `expected`: what the error asks for."""
+
+    def parse(text: str) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d{1,2})?) *([a-z]*)", text.strip().lower())
+        count = Fraction(match[1]) * units.get(match[2], -1) if match else Fraction(-1)
+        if not least <= count <= 10**15:
+            raise argparse.ArgumentTypeError(f"must be {expected}, not {text[:40]!r}")
+        return int(count)
+
+    return parse
 
 
-def token_count(text: str, least: int = 1) -> int:
-    """Parse a number of tokens (argparse type): "1B", "1.5B", "300M", "1e9" or plain digits. The
-    smallest valid number is `least`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([kmbt]?)", text.strip().lower())
-    count = Fraction(match[1]) * TOKEN_COUNT_UNITS[match[2]] if match else Fraction(-1)
-    if count.denominator > 1 or not least <= count <= 10**15:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number of tokens up to 1000T, as in 300M, 1.5B or 1e9, "
-            f"not {text[:40]!r}"
-        )
-    return int(count)
+def token_count(least: int) -> Callable:
+    """Return an argparse type for a number of tokens: "1B", "300M", "1e9" or plain digits."""
+    expected = "a whole number of tokens up to 1000T, as in 300M, 1.5B or 1e9"
+    return number_with_unit(TOKEN_UNITS, least, expected)
+
+
+byte_count = number_with_unit(
+    BYTE_UNITS, 1, "bytes with a unit (KiB MiB GiB TiB, or kB MB GB TB), as in 8GiB"
+)
 
 
 def snapshot_path(text: str) -> Path:
     """Parse the path of a snapshot (argparse type). Reject a path that names no file, such as
     "checkpoints/" or ".pt". (The text is checked, because Path would drop a slash at the end.)"""
-    if os.path.basename(text).strip(".") in ("", "pt", "pth", "ckpt"):
+    if os.path.basename(text) in ("", ".", "..", ".pt"):
         raise argparse.ArgumentTypeError(f"{text!r} is no name of a file, as checkpoints/run.pt")
     return Path(text)
 

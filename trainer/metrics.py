@@ -15,6 +15,7 @@ import torch
 
 from data.errors import MiniGPTError
 
+from .settings import Settings
 from .snapshot import SaveError, State, describe_save_error, sibling_path, writing_atomically
 
 
@@ -50,6 +51,7 @@ def peak_memory_fields(device: torch.device) -> dict[str, Any]:
 
 LogRecord = dict[str, Any]
 Write = Callable[[LogRecord], object]
+Say = Callable[[str], None]  # prints a line
 
 
 def open_metrics(path: Path, resumed_step: int) -> Write:
@@ -119,16 +121,16 @@ def logger_errors(name: str) -> Iterator[None]:
         raise SaveError(f"--log-to {name}: {reason}; {hint}", exit_code=3) from None
 
 
-def open_tensorboard(path: Path, identity: State, step: int, say: Callable[[str], None]) -> Write:
+def open_tensorboard(settings: Settings, identity: State, step: int, say: Say) -> Write:
     """Return the writer of a TensorBoard log in the folder `RUN.tensorboard` beside the snapshot.
 
     `step`: the last step that is done. Later ones are purged, because they will be repeated.
     """
     from torch.utils.tensorboard import SummaryWriter
 
-    folder = sibling_path(path, ".tensorboard")
+    folder = sibling_path(settings.checkpoint_path, ".tensorboard")
     log = SummaryWriter(str(folder), purge_step=step + 1)
-    say(f"log      {folder}: tensorboard --logdir {path.parent} shows it")
+    say(f"log      {folder}: tensorboard --logdir {folder.parent} shows it")
 
     def write(record: LogRecord) -> None:
         for name, value in finite_numbers(record).items():
@@ -138,7 +140,7 @@ def open_tensorboard(path: Path, identity: State, step: int, say: Callable[[str]
     return write
 
 
-def open_wandb(path: Path, identity: State, step: int, say: Callable[[str], None]) -> Write:
+def open_wandb(settings: Settings, identity: State, step: int, say: Say) -> Write:
     """Return the writer of a log at Weights & Biases. With WANDB_MODE=offline, wandb writes to a
     folder `wandb` beside the snapshot, for a later upload.
 
@@ -147,13 +149,17 @@ def open_wandb(path: Path, identity: State, step: int, say: Callable[[str], None
     """
     import wandb
 
+    path = settings.checkpoint_path
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "minigpt"),
         name=sibling_path(path, "").name,
         id=identity["run"],
         resume="allow",
         dir=path.parent,
-        config=identity["args"],
+        config={
+            name: value if isinstance(value, int | float) else str(value)
+            for name, value in vars(settings).items()
+        },
         settings=wandb.Settings(console="off", silent=True),
     )
     folder = f"{path.parent}/wandb/offline-run-*-{identity['run']}"
@@ -178,12 +184,11 @@ def finish_wandb() -> None:
 OPENERS = {"tensorboard": open_tensorboard, "wandb": open_wandb}
 
 
-def open_logger(name: str, path: Path, identity: State, step: int, say: Callable) -> Write:
-    """Return the writer of the logger --log-to `name`. Both raise SaveError: see
-    `logger_errors`."""
-    with logger_errors(name):
-        write_numbers = OPENERS[name](path, identity, step, say)
-    return logger_errors(name)(write_numbers)
+def open_logger(settings: Settings, identity: State, step: int, say: Say) -> Write:
+    """Return the writer of the logger --log-to. Both raise SaveError: see `logger_errors`."""
+    with logger_errors(settings.log_to):
+        write_numbers = OPENERS[settings.log_to](settings, identity, step, say)
+    return logger_errors(settings.log_to)(write_numbers)
 
 
 # ---- Text

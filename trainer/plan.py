@@ -192,21 +192,17 @@ class Plan:
                 yield plan
 
 
-def plans_to_try(plans: Iterable[P], seen: int | None = None, share: float = 1.0) -> Iterator[P]:
+def plans_to_try(plans: Iterable[P], share: float = 1.0) -> Iterator[P]:
     """Yield the plans to try after the first of `plans` did not fit, in this order.
 
     `plans`: a plan and its `deeper` plans. The limit is the peak of the first plan times `share`,
     less the margin of a MemoryBudget. The result begins with the fastest plan whose peak is within
     this limit. If no peak is within the limit, it begins with the plan that needs the least memory.
     full+offload comes last in any case. If no plan needs less memory than the first, there is none.
-
-    `seen`: measured peak of the first plan in bytes; None: not measured. If `seen` is smaller than
-    the predicted peak, the limit is computed from `seen`.
     """
     deeper = iter(plans)
     failed = next(deeper)
-    limit = share * min(failed.peak, seen or failed.peak)
-    usable = MemoryBudget(int(limit), failed.device.type).usable_bytes or 0
+    usable = MemoryBudget(int(share * failed.peak), failed.device.type).usable_bytes or 0
     too_large = []
     for plan in deeper:
         if plan.peak <= usable and plan.policy != OFFLOAD_POLICY:
@@ -258,11 +254,11 @@ def plan_run(
     card = process.from_rank0(lambda: card_for(settings, device))
     here = layout.local_world_size
     budget = budget_on(device, settings.memory_budget, process.processes_on_device, here=here)
-    if not process.has_own_recompute_policy:
+    if layout.shard_degree > 1:
         budget = min(process.all_gather_object(budget), key=lambda budget: budget.limit_bytes or 0)
     plan = Plan(settings, vocab_size, device, precision, budget, card, layout)
     plan_here = partial(plan_on_this_rank, plan, process)
-    chooses_alone = settings.use_activation_checkpoint == AUTO and process.has_own_recompute_policy
+    chooses_alone = settings.use_activation_checkpoint == AUTO and layout.shard_degree == 1
     policy, plans, words = (
         process.run_on_all_ranks(plan_here) if chooses_alone else process.from_rank0(plan_here)
     )
@@ -283,10 +279,12 @@ def plan_on_this_rank(plan: Plan, process: OneProcess) -> tuple[str, list[Plan],
         words = (
             f"auto takes {plan.policy}: {criterion} that fits in {plan.memory_budget}\nmemory   "
         )
-    if policy := process.last_failed_policy():
+    if policy := process.failed_policy:
         failed = plan.with_policy(policy)
-        plans = plans_to_try([failed, *failed.deeper()], share=RESTART_SHARE_OF_FAILED_PEAK)
-        plan = next(plans, failed)
+        plans = [*plans_to_try([failed, *failed.deeper()], share=RESTART_SHARE_OF_FAILED_PEAK)]
+        # `auto` may have chosen a policy that needs even less memory.
+        if plan.policy not in [deeper.policy for deeper in plans]:
+            plan = next(iter(plans), failed)
         now = "the same, the smallest known" if plan is failed else plan.policy
         words += f"memory ran out with {policy}; it goes on with {now}\nmemory   "
     try:
@@ -296,7 +294,7 @@ def plan_on_this_rank(plan: Plan, process: OneProcess) -> tuple[str, list[Plan],
     # To plan what is deeper takes longer than all else here. A run that is far from the limit does
     # it if memory runs out all the same (run.free_and_switch_policy). One of several processes
     # never switches.
-    may_switch = process.can_repeat_steps and plan.peak > plan.usable_bytes // 4
+    may_switch = plan.layout.kind == "one" and plan.peak > plan.usable_bytes // 4
     return plan.policy, [plan, *(plan.deeper() if may_switch else ())], words
 
 

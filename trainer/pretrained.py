@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from data import DataError, Tokenizer
-from data.errors import MiniGPTError
-from data.tokenizer import errors_as_data_errors, load_tokenizer
+from data.errors import MiniGPTError, errors_as_data_errors
+from data.tokenizer import load_tokenizer
 from data.tokenizer_json import check_vocabulary
 from memory import MemorySavingGPT
 from model import MiniGPT, MiniGPTConfig
@@ -212,5 +212,5 @@ def open_init_from(settings: S) -> tuple[Pretrained | None, S]:
             )
     if "seq_len" not in settings.typed:
         required["seq_len"] = config.max_position_embeddings
-    # These flags count as typed, as with --model, so that nothing else changes them.
-    return source, settings.replace(**required, typed=frozenset({*settings.typed, *required}))
+    # These flags count as typed, so that a resume has them without the weights.
+    return source, settings.replace(**required, typed={**settings.typed, **required})

@@ -32,16 +32,15 @@ class OneProcess:
     """One process with one device. Each object of a subclass is one of several processes."""
 
     script = "train_minimal.py"
-    has_own_recompute_policy = True  # each process may have its own recompute policy
-    # Whether a step that runs out of memory can be repeated (see `retry_on_out_of_memory`)
-    can_repeat_steps = True
+    launcher: tuple[str, ...] = ("python",)  # what stands before the script in a command line
+    failed_policy = ""  # with which memory ran out, before torchrun started the job again
 
     def __init__(self, device: torch.device, layout: Layout = ONE_PROCESS):
         """Set up a process that computes on `device`. `layout`: what the processes share."""
-        self.device, self.layout = device, layout
+        self.device, self.layout, self.rank = device, layout, layout.rank
         # The command that started this process, without flags, and with the script as it was typed
         typed = sys.argv[0] if os.path.basename(sys.argv[0]) == self.script else self.script
-        self.command: tuple[str, ...] = ("python", typed)
+        self.command = (*self.launcher, typed)
         self.run_id = uuid.uuid4().hex  # a run recognises its own snapshots by this id
 
     @classmethod
@@ -56,10 +55,6 @@ class OneProcess:
                 f"process, but WORLD_SIZE is {os.environ['WORLD_SIZE'][:40]}"
             )
         return cls(choose_device(settings.device))
-
-    @property
-    def rank(self) -> int:
-        return self.layout.rank
 
     @property
     def processes_on_device(self) -> int:
@@ -140,14 +135,8 @@ class OneProcess:
         optimizer.zero_grad()
 
     def remember_failed_policy(self, policy: str) -> None:
-        """Store `policy`, with which memory ran out, for the processes that torchrun starts next.
-
-        A single process without torchrun is not started again, so it stores nothing.
-        """
-
-    def last_failed_policy(self) -> str:
-        """Return the policy that `remember_failed_policy` stored; "" if none was stored."""
-        return ""
+        """Store `policy`, with which memory ran out, as the `failed_policy` of the processes that
+        torchrun starts next. (Nothing starts a single process again.)"""
 
     def sum_over_replicas(self, values: list[float]) -> list[float]:
         """Return the sum of each value over all replicas (see `Layout`)."""
@@ -161,32 +150,26 @@ class OneProcess:
         """Return a list with the `mine` of each process, in the order of the ranks."""
         return [mine]
 
-    def run_on_rank0_only(self, act: Callable[[], T]) -> T | None:
-        """Call `act` on rank 0 only; return its result there, and None on other ranks.
-
-        Raises the errors of `run_on_all_ranks`, on all ranks.
-        """
-        return self.run_on_all_ranks(act if self.rank == 0 else lambda: None)
-
     def from_rank0(self, act: Callable[[], T]) -> T:
-        """Return what `act` returns on rank 0, on all ranks. Raises as `run_on_all_ranks`."""
-        return cast(T, self.all_gather_object(self.run_on_rank0_only(act))[0])
+        """Call `act` on rank 0 only; return its result, which must be picklable, on all ranks.
+        Raises as `run_on_all_ranks`."""
+        own = self.run_on_all_ranks(lambda: act() if self.rank == 0 else None)
+        return cast(T, self.all_gather_object(own)[0])
 
     def run_on_all_ranks(self, act: Callable[[], T]) -> T:
         """Call `act` on every rank; return the result of this rank's call.
 
         If a call raises ValueError or MemoryError, every rank raises an error: its own error or, if
-        it has none, the error of the lowest rank that has one. So no process waits for a process
-        that has ended. (A mistake of the user is a MiniGPTError, which is a ValueError.)
+        it has none, the error of the lowest rank that has one, because a rank that went on would
+        wait for those that have ended. (A mistake of the user is a MiniGPTError, a ValueError.)
         """
         own_error = None
         try:
             result = act()
         except (ValueError, MemoryError) as error:
             own_error = error
-        first_error = next(filter(None, self.all_gather_object(own_error)), None)
-        if first_error is not None:
-            raise own_error or first_error
+        if errors := [*filter(None, self.all_gather_object(own_error))]:
+            raise own_error or errors[0]
         return result
 
     def full_state_dicts(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -202,14 +185,12 @@ class OneProcess:
         # Printing fails if the program that reads the output has ended (`| head -3`), or if the
         # disk with the log is full. This should not end hours of training, so the run continues
         # without output. metrics.jsonl has all figures, and snapshots are still written.
-        with suppress(OSError):
-            tqdm.write(line)
-            sys.stdout.flush()
+        if self.rank == 0:
+            with suppress(OSError):
+                tqdm.write(line)
+                sys.stdout.flush()
 
     def showing_message(self, message: str) -> AbstractContextManager[Any]:
         """Return a context for a long task; a terminal shows `message` until the context ends."""
         hide = None if self.rank == 0 else True  # None: tqdm shows it only if stderr is a terminal
         return tqdm(desc=message, bar_format="{desc} ...", leave=False, disable=hide)
-
-    def close(self) -> None:
-        """Disconnect from the other processes."""

@@ -26,7 +26,7 @@ from .metrics import (
     perplexity,
 )
 from .pretrained import Pretrained, SnapshotOrPretrained
-from .resume import describe_each_change, val_windows_changed
+from .resume import changes, describe_each_change
 from .run import Run
 from .settings import to_words
 from .snapshot import LoadedSnapshot, sibling_path
@@ -96,7 +96,7 @@ def resume_lines(run: Run, origin: LoadedSnapshot) -> list[str]:
         f"changed, from here on: {', '.join(changed)}" if changed else "",
         "other validation windows than before: the next validation loss counts as the lowest so "
         f"far and replaces {sibling_path(best, '.best.pt')}"
-        if val_windows_changed(saved, now)
+        if "eval_tokens" in changes(saved, now)
         else "",
     ]
     return [f"resume   {line}" for line in lines if line]
@@ -199,7 +199,7 @@ def describe_result(
     total, count = run.process.sum_over_replicas([sum(losses), len(losses)])
     mean = total / count if count else math.nan
     # The policy with which memory ran out before torchrun restarted this run, if there is one.
-    failed = [run.process.last_failed_policy(), *run.policies_out_of_memory]
+    failed = [run.process.failed_policy, *run.policies_out_of_memory]
     policies = [*filter(None, failed), run.model.config.recompute]
     ran_out = f"; ran out of it: {' -> '.join(policies)}" if len(policies) > 1 else ""
     steps, training_seconds = run.clock.last_interval

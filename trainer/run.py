@@ -4,7 +4,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +19,7 @@ from data import Dataset, TrainBatches, ValBatches
 from data.errors import MiniGPTError
 from memory import MemorySavingGPT
 
+from .check_model import check_model
 from .clocks import StepClock
 from .metrics import Write, format_bytes
 from .plan import Plan, plans_to_try
@@ -26,10 +27,6 @@ from .process import OneProcess
 from .reproducible_sums import GradientTree
 from .settings import Settings
 from .snapshot import State, save_snapshot
-
-# Free bytes of a GPU below which a vague error of a CUDA library means a lack of memory. The
-# libraries load their kernels and make their workspaces, some ten MB each, at their first use.
-LITTLE_FREE_BYTES = 256 * 2**20
 
 
 def make_scaler(device: torch.device, precision: torch.dtype) -> torch.amp.GradScaler:
@@ -60,9 +57,6 @@ class Run:
     # The plan in use and, in order, the plans that the run may switch to when memory runs out: see
     # `Plan.deeper`. Empty if the memory could not be predicted.
     plans: list[Plan] = field(default_factory=list)
-    # Runs a small model with the model's present policy and without recompute; raises MiniGPTError
-    # if the results differ.
-    check_techniques: Callable[[], None] = lambda: None
     held_lock: IO[str] | None = None  # while open, no second run can write to the same files
     # Functions that write a log record; on rank 0 only.
     metric_writers: list[Write] = field(default_factory=list)
@@ -74,6 +68,10 @@ class Run:
     received_signal: int = 0  # number of the signal that asked this process to stop, 0 = none
     stop_signal: int = 0  # number of the signal that ended the run early, 0 = none
     best_val_loss: float = math.inf
+    # Number of updates that were skipped because the gradients were not finite, each a scalar on
+    # the device: without a good update since, and since the last line about them.
+    skipped_in_a_row: Tensor | int = 0
+    skipped_updates: Tensor | int = 0
     # Losses of the last 50 steps, each (A,) on the device; A = --grad-accum-steps. At its end the
     # run prints their mean, because the loss of one step is noisy.
     recent_losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=50))
@@ -110,8 +108,8 @@ class Run:
         """
         enabled = self.precision != torch.float32
         dtype = self.precision if enabled else None  # autocast does not accept float32
-        device_type = self.process.device.type
-        return torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=False)
+        where = self.process.device.type
+        return torch.autocast(where, dtype, enabled=enabled, cache_enabled=False)
 
     def evaluation_rounds(self) -> Iterator[int]:
         """Yield the number of the first batch of each round of an evaluation. In a round each
@@ -143,7 +141,7 @@ def save(run: Run, path: Path) -> None:
         "step": run.step,
         "best_val_loss": run.best_val_loss,
     }
-    run.process.run_on_rank0_only(lambda: save_snapshot(path, state, keep_previous=newest))
+    run.process.from_rank0(lambda: save_snapshot(path, state, keep_previous=newest))
     if newest:
         run.saved_step, run.last_save_time = run.step, monotonic()
 
@@ -179,71 +177,66 @@ def retry_on_out_of_memory(run: Run, accumulate: Callable[[Run], list[Tensor]]) 
         except Exception as error:
             if run.settings.on_out_of_memory == "stop" or not is_out_of_memory(error):
                 raise
-            if not run.process.can_repeat_steps:
+            if run.process.layout.kind != "one":
                 # If torchrun starts the processes again, `policy_after_out_of_memory` reads this.
                 run.process.remember_failed_policy(run.model.config.recompute)
                 raise
-            message = str(error)
-        # Call `free_and_switch_policy` after the `except` block. Inside the block, the error's
-        # traceback would keep the frames of the failed call alive, and the frames would keep all
-        # tensors of the step alive.
-        free_and_switch_policy(run, message)
-
-
-def free_and_switch_policy(run: Run, message: str) -> None:
-    """Free the memory of the failed attempt, and switch to a policy that needs less memory.
-
-    `message`: text of the out-of-memory error. Raises MemoryError with this text if no policy needs
-    less memory. Memory may run out in this function, too. So a run near its limit has planned all
-    policies at its start, and every error in this function ends the run in the same way.
-    """
-    device, config = run.process.device, run.model.config
-    seen = None
-    with suppress(Exception):
-        run.optimizer.zero_grad()
-        # A backward that failed leaves tasks in autograd's queue, and the tasks keep the graph
-        # alive (pytorch#82218). The next backward clears the queue. So run a tiny backward here.
-        torch.zeros((), device=device, requires_grad=True).backward()
-        if device.type == "cuda":
-            # With offload, another stream may still be copying tensors that are already freed. The
-            # allocator waits only for the compute stream before it unmaps their memory. So wait for
-            # all streams here.
-            torch.cuda.synchronize(device)
-            seen = torch.cuda.max_memory_allocated(device)
-            # Measure the peak of the next policy from here on.
-            torch.cuda.reset_peak_memory_stats(device)
-            # Return the allocator's cached segments to the GPU, because tensors of the failed
-            # attempt have split them into small pieces. The next attempt then gets whole segments.
-            torch.cuda.empty_cache()
+        # Call these after the `except` block. Inside the block, the error's traceback would keep
+        # the frames of the failed call alive, and the frames would keep all tensors of the step
+        # alive.
+        free_failed_attempt(run)
         with run.clock.paused("plan"):
-            deeper = run.plans[1:] or run.plans[0].deeper()
-            return switch_policy(run, [*plans_to_try([run.plans[0], *deeper], seen)])
-    run.model.config = config
-    raise MemoryError(message)
+            switch_policy(run)
 
 
-def switch_policy(run: Run, plans: Sequence[Plan]) -> None:
-    """Switch to the first of `plans` that gives the right results, and print it. Raises
-    LookupError if there is none."""
-    config = run.model.config
-    for i, plan in enumerate(plans):
-        run.model.config = replace(config, recompute=plan.policy)
+def free_failed_attempt(run: Run) -> None:
+    """Free the memory of a forward or backward that failed."""
+    device = run.process.device
+    run.optimizer.zero_grad()
+    # A backward that failed leaves tasks in autograd's queue, and the tasks keep the graph
+    # alive (pytorch#82218). The next backward clears the queue. So run a tiny backward here.
+    torch.zeros((), device=device, requires_grad=True).backward()
+    if device.type == "cuda":
+        # With offload, another stream may still be copying tensors that are already freed. The
+        # allocator waits only for the compute stream before it unmaps their memory. So wait for
+        # all streams here.
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)  # measure the next policy from here on
+        # Return the allocator's cached segments to the GPU, because tensors of the failed attempt
+        # have split them into small pieces. The next attempt then gets whole segments.
+        torch.cuda.empty_cache()
+
+
+def switch_policy(run: Run) -> None:
+    """Switch to the first deeper policy that gives the right results, and print it. Raises
+    MemoryError if no policy needs less memory, or if the memory could not be predicted."""
+    failed = run.model.config
+    if len(run.plans) == 0:
+        raise MemoryError("no policy can be planned")
+    # A run near its limit has planned all policies at its start, because a plan takes memory.
+    deeper = run.plans[1:] or run.plans[0].deeper()
+    plans = [*plans_to_try([run.plans[0], *deeper])]
+    for plan in plans:
+        run.model.config = replace(failed, recompute=plan.policy)
         # If a user changed model.py, some policies may give wrong results. For such a policy
-        # `check_techniques` raises MiniGPTError. Then try the next policy.
+        # `check_model` raises MiniGPTError. Then try the next policy.
         with suppress(MiniGPTError):
-            run.check_techniques()
-            run.plans = list(plans[i:])
-            if run.clock.predicted:
-                run.clock.predicted = plan.peak, run.clock.predicted[1]
-            run.snapshot_metadata["config"]["recompute"] = plan.policy
-            run.policies_out_of_memory.append(config.recompute)
-            rounds = run.settings.compile or run.settings.mlp_chunks != 1
-            same = "" if rounds else ": same results"
-            return run.process.print0(
-                f"warning  step {run.step}: out of memory with recompute {config.recompute}; again,"
-                f" and from now on, with {plan.policy} ({format_bytes(plan.peak)} predicted){same}"
-            )
-    raise LookupError("no policy needs less memory")
+            check_model(run.model, run.process, run.precision)
+            break
+    else:
+        run.model.config = failed
+        raise MemoryError("no policy needs less memory")
+    run.plans = plans[plans.index(plan) :]
+    if run.clock.predicted:
+        run.clock.predicted = plan.peak, run.clock.predicted[1]
+    run.snapshot_metadata["config"]["recompute"] = plan.policy
+    run.policies_out_of_memory.append(failed.recompute)
+    rounds = run.settings.compile or run.settings.mlp_chunks != 1
+    run.process.print0(
+        f"warning  step {run.step}: out of memory with recompute {failed.recompute}; again, and "
+        f"from now on, with {plan.policy} ({format_bytes(plan.peak)} predicted)"
+        f"{'' if rounds else ': same results'}"
+    )
 
 
 # Parts of messages that say that memory ran out
@@ -252,8 +245,6 @@ OUT_OF_MEMORY_PATTERN = re.compile(
     "|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create"  # no memory for a handle
     "|Failed to CUDA [cm]alloc"  # NCCL
 )
-# Parts of messages that say nothing of the cause, which may be a lack of memory
-VAGUE_PATTERN = re.compile("(CUBLAS|CUDNN)_STATUS_(INTERNAL_ERROR|EXECUTION_FAILED)")
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -262,13 +253,8 @@ def is_out_of_memory(error: Exception) -> bool:
     PyTorch's GPU allocator raises torch.OutOfMemoryError. All other allocators raise general
     errors, and only the message says that memory ran out. cuBLAS, cuDNN and NCCL allocate their own
     buffers. If such an allocation fails, the GPU's memory is full, too, and the same flags help.
-    For some of these errors the message does not name the cause. Then the GPU's free memory
-    decides.
     """
-    # (A ValueError is a mistake of the user, not a lack of memory. Its message may contain a file
-    # name, and a file name may contain any words.)
-    message = "" if isinstance(error, ValueError) else str(error)
+    if isinstance(error, ValueError):  # a mistake of the user; a file may have any name
+        return False
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    if known or not VAGUE_PATTERN.search(message):
-        return known or OUT_OF_MEMORY_PATTERN.search(message) is not None
-    return torch.cuda.mem_get_info()[0] < LITTLE_FREE_BYTES
+    return known or OUT_OF_MEMORY_PATTERN.search(str(error)) is not None

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Flag, auto
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,10 +44,12 @@ SHAPE_BY_MODEL: dict[str, dict[str, int]] = {
     "gpt2-large": {"n_layers": 36, "n_heads": 20, "d_model": 1280},
     "gpt2-xl": {"n_layers": 48, "n_heads": 25, "d_model": 1600},
 }
-RUN_LENGTH_FLAGS = ("num_steps", "num_tokens")  # a user may type only one of them
+# A user may type only one of each pair. If --resume meets one of them, the snapshot's other goes.
+EXCLUSIVE_FLAGS = (("num_steps", "num_tokens"), ("no_amp", "amp_dtype"))
 # argparse type -> function that writes a value of this type with its unit
 FORMATTER_BY_TYPE: dict[Any, Callable[[Any], str]] = {byte_count: "{}b".format}
 ON_OFF = argparse.BooleanOptionalAction  # a switch that --no-FLAG turns off
+ONE_PROCESS = Layout()
 S = TypeVar("S", bound="Settings")
 
 
@@ -61,8 +62,6 @@ class Rule(Flag):
     # May differ between ranks: paths, what each machine finds for itself ("auto"), and what has an
     # effect on rank 0 only. Ranks compare the data, the weights, the device and the dtype instead.
     PER_RANK = auto()
-    DERIVED = auto()  # may follow from another flag; if ranks differ, the other flag is blamed
-    SHORTHAND = auto()  # stands for other flags
     SHAPE = auto()  # a size of the model, which trained weights set
     THIS_START = auto()  # --resume takes it from the command line, not from the snapshot
 
@@ -76,7 +75,6 @@ def row(
     help: str,
     rules: Rule = NO_RULES,
     metavar: str = "N",
-    replaces: Sequence[str] = (),
     group: str = "",
     **options: Any,
 ) -> Any:
@@ -85,7 +83,6 @@ def row(
     Args:
         kind: argparse type of a value; a tuple of choices; `bool` (a switch) or ON_OFF.
         help: `{default}` stands for the default.
-        replaces: flags whose values of a snapshot are dropped if this flag is typed at --resume.
         group: the first flag of a group names it.
         options: further arguments of argparse's add_argument.
     """
@@ -96,7 +93,7 @@ def row(
     else:
         options |= {"type": kind, "metavar": metavar}
     options["help"] = help
-    metadata = {"rules": rules, "replaces": replaces, "group": group, "options": options}
+    metadata = {"rules": rules, "group": group, "options": options}
     return field(default=default, metadata=metadata)
 
 
@@ -137,10 +134,10 @@ class Settings:
         help="random tokens whose best loss is known: ln 4")
     max_tokens: int | None = row(None, COUNT, rules=Rule.DATA,
         help="use at most N tokens for training, and at most N for validation (default: all)")
-    data_seed: int = row(None, SEED, rules=Rule.FIXED | Rule.DERIVED,
+    data_seed: int = row(None, SEED, rules=Rule.FIXED,
         help="seed of the order of the training data, and of toy data (default: --seed)")
 
-    model: str | None = row(None, tuple(SHAPE_BY_MODEL), group="model", rules=Rule.SHORTHAND,
+    model: str | None = row(None, tuple(SHAPE_BY_MODEL), group="model",
         help="shape of a GPT-2, with 1,024 positions and --tokenizer-name gpt2; the flags below "
         "override single values (default: the small shape below)")
     init_from: Path | None = row(None, Path, rules=Rule.PER_RANK, metavar="PATH",
@@ -157,7 +154,7 @@ class Settings:
         help="channels inside the MLP (default: 4 x --d-model)")
     dropout: float = row(0.0, number_in_range(float, 0, 0.99), rules=Rule.FIXED, metavar="P",
         help="dropout probability, 0 = off (default: {default})")
-    max_position_embeddings: int = row(None, COUNT, rules=Rule.FIXED | Rule.SHAPE | Rule.DERIVED,
+    max_position_embeddings: int = row(None, COUNT, rules=Rule.FIXED | Rule.SHAPE,
         help="longest sequence that the model can process, in tokens (default: --seq-len)")
 
     use_activation_checkpoint: str = row("none", check_policy_string, group="memory",
@@ -196,19 +193,19 @@ class Settings:
         help="tokens of a sequence (default: {default})")
     grad_accum_steps: int = row(1, COUNT,
         help="micro-batches per process and step (default: {default})")
-    num_steps: int = row(1000, COUNT, rules=Rule.DERIVED, replaces=RUN_LENGTH_FLAGS,
+    num_steps: int = row(1000, COUNT,
         help="optimizer steps (default: {default})")
-    num_tokens: int | None = row(None, token_count, rules=Rule.SHORTHAND, replaces=RUN_LENGTH_FLAGS,
+    num_tokens: int | None = row(None, token_count(least=1),
         help="instead of --num-steps: train on N tokens, counted over all processes; e.g. 1B, "
         "300M, 1e9")
-    lr: float = row(None, POSITIVE, rules=Rule.DERIVED, metavar="RATE",
+    lr: float = row(None, POSITIVE, metavar="RATE",
         help="peak learning rate (default: 0.4 / --d-model, which is close to GPT-3's table; with"
         " --optimizer muon, 0.8 / --d-model; with --init-from, a tenth of these values)")
-    min_lr: float = row(None, POSITIVE_OR_ZERO, rules=Rule.DERIVED, metavar="RATE",
+    min_lr: float = row(None, POSITIVE_OR_ZERO, metavar="RATE",
         help="learning rate at the last step, absolute (default: --lr / 10)")
     lr_scheduler: str = row("cosine", ("cosine", "linear", "constant"),
         help="learning-rate schedule after the warm-up (default: {default})")
-    warmup_steps: int = row(None, COUNT_OR_ZERO, rules=Rule.DERIVED,
+    warmup_steps: int = row(None, COUNT_OR_ZERO,
         help="steps of linear warm-up, 0 = none (default: a twentieth of --num-steps)")
     weight_decay: float = row(0.1, POSITIVE_OR_ZERO, metavar="X",
         help="weight decay, on matrices only, 0 = off (default: {default})")
@@ -224,10 +221,10 @@ class Settings:
 
     device: str = row("auto", ("auto", "cpu", "cuda", "mps"), group="machine", rules=Rule.PER_RANK,
         help="device to compute on (default: cuda if there is one, else mps, else cpu)")
-    no_amp: bool = row(False, bool, rules=Rule.PER_RANK, replaces=("amp_dtype",),
+    no_amp: bool = row(False, bool, rules=Rule.PER_RANK,
         help="float32 throughout")
     amp_dtype: str = row("auto", ("auto", "bfloat16", "float16"),
-        rules=Rule.PER_RANK, replaces=("no_amp",),
+        rules=Rule.PER_RANK,
         help="dtype of autocast (default: bfloat16 where the hardware has it, else float16 on "
         "cuda, else float32)")
     tf32: bool = row(False, ON_OFF,
@@ -260,7 +257,7 @@ class Settings:
         "(default: {default})")
     save_minutes: float = row(15.0, POSITIVE_OR_ZERO, metavar="M",
         help="save when the last snapshot is M minutes old, 0 = not by time (default: 15)")
-    eval_tokens: int = row(16_000, partial(token_count, least=0),
+    eval_tokens: int = row(16_000, token_count(least=0),
         help="validate on N tokens, in windows of --seq-len that are spread over the validation "
         "set; 0 = all of it (default: 16K)")
     checkpoint_path: Path = row(Path("checkpoints/minigpt_single.pt"), snapshot_path,
@@ -279,8 +276,8 @@ class Settings:
         help="find the operation that made a NaN in backward (slow)")
 
     # fmt: on
-    # Names of the flags that were typed, and of those that a typed --model or --init-from sets.
-    typed: frozenset[str] = frozenset()
+    # The values of the flags that were typed, and of those that --init-from sets.
+    typed: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @classmethod
     def parse(
@@ -317,51 +314,40 @@ class Settings:
     def from_typed(cls: type[S], typed: Mapping[str, Any], **defaults: Any) -> S:
         """Return the settings in which the flags `typed` have these values, and all others their
         defaults."""
-        shape = SHAPE_BY_MODEL.get(typed.get("model", ""), {})
-        if shape:
+        if shape := SHAPE_BY_MODEL.get(typed.get("model", "")):
             defaults |= {"seq_len": 1024, "max_position_embeddings": 1024, **shape}
-        if shape and "use_toy_data" not in typed:
-            defaults["tokenizer_name"] = "gpt2"
-        values = {name: tuple(v) if isinstance(v, list) else v for name, v in typed.items()}
-        return cls(**{**defaults, **values}, typed=frozenset(typed.keys() | shape.keys()))
+            if "use_toy_data" not in typed:
+                defaults["tokenizer_name"] = "gpt2"
+        typed = {name: tuple(v) if isinstance(v, list) else v for name, v in typed.items()}
+        return cls(**{**defaults, **typed}, typed=typed)
 
     def replace(self: S, **changes: Any) -> S:
         """Return a copy with other values. Which flags were typed does not change."""
         return replace(self, **changes)
 
     def words(self, **changes: Any) -> list[str]:
-        """Return the command-line words of the typed flags in the order of --help, and then of
-        `changes`, flags with new values. The value None removes a flag."""
-        shape = SHAPE_BY_MODEL.get(self.model or "", {})
-        values = {name: getattr(self, name) for name in ROWS if name in self.typed - changes.keys()}
-        typed = {name: value for name, value in values.items() if value != shape.get(name)}
-        return to_words(typed | changes)
+        """Return the command-line words of the typed flags, and then of `changes`, flags with new
+        values. The value None removes a flag."""
+        kept = {name: value for name, value in self.typed.items() if name not in changes}
+        return to_words(kept | changes)
 
     # ---- what follows from the values
 
     @property
     def recompute_plan(self) -> RecomputePlan:
-        """The recompute policy of each block; `auto` counts as `full`. Raises MiniGPTError if the
+        """The recompute policy of each block; `auto` counts as `full`. Raises ValueError if the
         policy string is invalid for --n-layers."""
         policy = self.use_activation_checkpoint
-        try:
-            return parse_recompute_plan("full" if policy == AUTO else policy, self.n_layers)
-        except ValueError as error:
-            raise MiniGPTError(replace_fields_by_flags(str(error))) from None
+        return parse_recompute_plan("full" if policy == AUTO else policy, self.n_layers)
 
     def model_config(self, vocab_size: int) -> MiniGPTConfig:
         """Return the config of the model; the policy `auto` counts as `full`. Raises MiniGPTError
         if such a model is impossible."""
-        if self.seq_len > self.max_position_embeddings:
-            raise MiniGPTError(
-                f"--seq-len {self.seq_len} is above --max-position-embeddings "
-                f"{self.max_position_embeddings}: raise the latter, or leave it out"
-            )
-        recompute = format_recompute_plan(self.recompute_plan)
-        own: dict[str, Any] = {"vocab_size": vocab_size, "recompute": recompute}
-        names = [field.name for field in fields(MiniGPTConfig) if field.name not in own]
+        names = {field.name for field in fields(MiniGPTConfig)} & ROWS.keys() - {"vocab_size"}
+        same: dict[str, Any] = {name: getattr(self, name) for name in names}
         try:
-            return MiniGPTConfig(**own, **{name: getattr(self, name) for name in names})
+            recompute = format_recompute_plan(self.recompute_plan)
+            return MiniGPTConfig(vocab_size=vocab_size, recompute=recompute, **same)
         except ValueError as error:
             raise MiniGPTError(replace_fields_by_flags(str(error))) from None
 
@@ -375,8 +361,12 @@ class Settings:
         return self.batch_size * self.seq_len * self.grad_accum_steps * replicas
 
 
+# The first of several flags that differ is blamed. So flags without a default of their own, which
+# may follow from another flag, are last.
 ROWS: dict[str, Mapping[str, Any]] = {
-    row.name: row.metadata for row in fields(Settings) if row.metadata
+    row.name: row.metadata
+    for row in sorted(fields(Settings), key=lambda row: row.default is None)
+    if row.metadata
 }
 
 
@@ -396,87 +386,97 @@ def to_words(flags: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             off = [flag(f"no_{name}")] if options["action"] is ON_OFF else []
             words += [flag(name)] if value else off
-            continue
-        values = value if isinstance(value, tuple | list) else [value]
-        first, *others = map(FORMATTER_BY_TYPE.get(options.get("type"), str), values)
-        # A value may begin with "-", such as a file named -x.pt. argparse accepts it only as
-        # --flag=-x.pt.
-        start = [f"{flag(name)}={first}"] if first.startswith("-") else [flag(name), first]
-        words += [*start, *others]
+        else:
+            values = value if isinstance(value, tuple | list) else [value]
+            to_text = FORMATTER_BY_TYPE.get(options.get("type"), str)
+            words += [flag(name), *map(to_text, values)]
     return words
 
 
-def resolve(settings: S, replicas: int = 1) -> S:
+def resolve(settings: S, layout: Layout = ONE_PROCESS, script: str = "") -> S:
     """Return the settings with the defaults that depend on other flags.
 
-    Raises MiniGPTError if flags contradict each other.
+    `layout`, `script`: the processes of the run, and the name of their trainer for messages. Raises
+    MiniGPTError if flags contradict each other, or if the processes do not support a flag.
     """
-    if {*RUN_LENGTH_FLAGS} <= settings.typed:
-        raise MiniGPTError("--num-steps and --num-tokens: each says how long the run is; give one")
-    # A high rate would destroy trained weights.
-    lr_factor = 1.0 if settings.init_from is None else 0.1
+    lr = settings.lr or (0.8 if settings.optimizer == "muon" else 0.4) / settings.d_model * (
+        1 if settings.init_from is None else 0.1  # a high rate would destroy trained weights
+    )
+    steps = settings.num_steps
+    if settings.num_tokens is not None:
+        steps = math.ceil(settings.num_tokens / settings.tokens_per_step(layout.replicas))
     defaults = {
         "data_seed": settings.seed,
         "d_ff": 4 * settings.d_model,
         "max_position_embeddings": settings.seq_len,
-        "lr": (0.8 if settings.optimizer == "muon" else 0.4) / settings.d_model * lr_factor,
+        "lr": lr,
+        "min_lr": lr / 10,
+        "warmup_steps": steps // 20,
     }
-    defaults["min_lr"] = (settings.lr or defaults["lr"]) / 10
     missing = {name: v for name, v in defaults.items() if getattr(settings, name) is None}
-    settings = settings.replace(**missing)
-    steps = settings.num_steps
-    if settings.num_tokens is not None:
-        steps = math.ceil(settings.num_tokens / settings.tokens_per_step(replicas))
-    warmup = steps // 20 if settings.warmup_steps is None else settings.warmup_steps
-    settings = settings.replace(num_steps=steps, warmup_steps=warmup)
-    if settings.min_lr > settings.lr:
-        raise MiniGPTError(f"--min-lr {settings.min_lr:g} is above --lr {settings.lr:g}")
-    if settings.no_amp and settings.amp_dtype != "auto":
-        raise MiniGPTError(f"--amp-dtype {settings.amp_dtype} and --no-amp contradict each other")
-    if settings.mlp_chunks != 1 and settings.compile:
-        raise MiniGPTError(
-            f"--mlp-chunks {settings.mlp_chunks}: compiled blocks are not cut; --no-compile or "
-            "--mlp-chunks 1"
-        )
+    settings = settings.replace(**missing, num_steps=steps)
     settings.model_config(vocab_size=1)  # report an impossible shape before the data are read
+    for wrong, message in contradictions(settings, layout, script):
+        if wrong:
+            raise MiniGPTError(message)
     return settings
 
 
-def check_layout(settings: Settings, layout: Layout, script: str) -> None:
-    """Raise MiniGPTError for flags that the processes of `layout` do not support. `script`: name of
-    the trainer, for the message."""
-    n, plan = layout.world_size, settings.recompute_plan
-    if settings.reproducible_sums:
-        for name, value in ("nproc_per_node", n), ("grad_accum_steps", settings.grad_accum_steps):
-            if not settings.can_sum(value):
-                raise MiniGPTError(
-                    f"{flag(name)} {value}: --reproducible-sums needs a power of two, such as "
-                    f"{2 ** (value.bit_length() - 1)}; --no-reproducible-sums does not"
-                )
-        if layout.kind == "sp" or settings.compress_gradients:
-            raise MiniGPTError(
-                "--reproducible-sums: neither train_sp.py, which splits sequences, nor "
-                "--compress-gradients can have it; train_ddp.py and train_fsdp.py can"
-            )
-    if layout.kind in ("fsdp", "sp"):
-        if plan.group_size > 1 and not plan.nested and n > 1:  # (one process has no shards)
-            raise MiniGPTError(
-                f"--use-activation-checkpoint {settings.use_activation_checkpoint}: {script} "
-                f"gathers block by block; {format_recompute_plan(plan._replace(nested=True))} fits"
-            )
-        if settings.compress_gradients:
-            raise MiniGPTError(
-                "--compress-gradients: train_ddp.py can; --no-compress-gradients fits"
-            )
-    if layout.sp_degree > 1:
-        for name in ("n_heads", "seq_len"):
-            value = getattr(settings, name)
-            if value < n:
-                raise MiniGPTError(
-                    f"{flag(name)} {value}: each of {n} processes of train_sp.py needs one at "
-                    f"least: --nproc-per-node={value}, or train_fsdp.py"
-                )
-        if settings.compile:
-            raise MiniGPTError(
-                "--compile: train_fsdp.py can; train_sp.py has not been tried with it"
-            )
+def contradictions(s: Settings, layout: Layout, script: str) -> list[tuple[object, str]]:
+    """Return all rules that flags can break: whether the flags `s` break the rule, and the error
+    message. `layout`, `script`: as in `resolve`."""
+    n, plan, sharded = layout.world_size, s.recompute_plan, layout.kind in ("fsdp", "sp")
+    no_power_of_two = [
+        (
+            not s.can_sum(value),
+            f"{name} {value}: --reproducible-sums needs a power of two, such as "
+            f"{2 ** (value.bit_length() - 1)}; --no-reproducible-sums does not",
+        )
+        for name, value in (("--nproc-per-node", n), ("--grad-accum-steps", s.grad_accum_steps))
+    ]
+    exclusive = [
+        ({*pair} <= s.typed.keys(), f"{flag(pair[0])} and {flag(pair[1])}: give only one of them")
+        for pair in (*EXCLUSIVE_FLAGS, ("model", "init_from"))
+    ]
+    too_few = [
+        (
+            value < layout.sp_degree,
+            f"{name} {value}: each of {n} processes of {script} needs one at least: "
+            f"--nproc-per-node={value}, or train_fsdp.py",
+        )
+        for name, value in (("--n-heads", s.n_heads), ("--seq-len", s.seq_len))
+    ]
+    return [
+        *exclusive,
+        (
+            s.seq_len > s.max_position_embeddings,
+            f"--seq-len {s.seq_len} is above --max-position-embeddings "
+            f"{s.max_position_embeddings}: raise the latter, or leave it out",
+        ),
+        (s.min_lr > s.lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}"),
+        (
+            s.mlp_chunks != 1 and s.compile,
+            f"--mlp-chunks {s.mlp_chunks}: compiled blocks are not cut; --no-compile or "
+            "--mlp-chunks 1",
+        ),
+        *no_power_of_two,
+        (
+            s.reproducible_sums and (layout.kind == "sp" or s.compress_gradients),
+            "--reproducible-sums: neither train_sp.py, which splits sequences, nor "
+            "--compress-gradients can have it; train_ddp.py and train_fsdp.py can",
+        ),
+        (
+            sharded and n > 1 and plan.group_size > 1 and not plan.nested,  # (one has no shards)
+            f"--use-activation-checkpoint {s.use_activation_checkpoint}: {script} gathers block by "
+            f"block; {format_recompute_plan(plan._replace(nested=plan.group_size > 1))} fits",
+        ),
+        (
+            sharded and s.compress_gradients,
+            "--compress-gradients: train_ddp.py can; --no-compress-gradients fits",
+        ),
+        *too_few,
+        (
+            layout.sp_degree > 1 and s.compile,
+            "--compile: train_fsdp.py can; train_sp.py has not been tried with it",
+        ),
+    ]

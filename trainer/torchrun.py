@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -29,15 +28,14 @@ from .settings import Settings
 # compiles or reads its data, the others wait for it, so the time must be long enough for that. The
 # environment variable MINIGPT_TIMEOUT_S overrides this value, for tests and for slow disks.
 TIMEOUT_S = "1800"
+FAILED_POLICY = "minigpt/shortage"  # key in torchrun's store
 
 
 class TorchrunProcess(OneProcess):
     """A process that torchrun started. Environment variables give its rank and rank 0's address."""
 
     kind = "ddp"  # of the processes' Layout
-    # DDP sends gradients during backward, and FSDP gathers weights in forward: a process that
-    # repeats either sends them twice, and mixes up the steps of two processes.
-    can_repeat_steps = False
+    launcher = ("torchrun", "...")  # "...": its own flags, which its processes do not see
 
     def __init__(self, settings: Settings):
         """Read torchrun's environment variables, and choose the device.
@@ -45,76 +43,50 @@ class TorchrunProcess(OneProcess):
         Raises MiniGPTError if torchrun did not start this process, and that of `local_device`.
         """
         try:
-            rank, self.local_rank, world_size, self.port = (
-                int(os.environ[name])
-                for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-            )
-            local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            self.address = os.environ["MASTER_ADDR"]
+            names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"
+            numbers = [int(os.environ[name]) for name in names]
+            rank, self.local_rank, world_size, local_world_size, port = numbers
+            address = os.environ["MASTER_ADDR"]
             self.timeout = timedelta(seconds=float(os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S)))
-            if not 0 <= rank < world_size:
-                raise ValueError(f"RANK {rank} of WORLD_SIZE {world_size}")
-        except (KeyError, ValueError, OverflowError) as error:  # a variable is missing, or wrong
+        except (KeyError, ValueError) as error:  # a variable is missing, or no number
             raise MiniGPTError(
                 f"{self.script} ({str(error)[:80]}): start it with torchrun: torchrun "
                 f"--nproc-per-node=2 {self.script} (for one device: python train_minimal.py)"
             ) from None
         layout = Layout(self.kind, rank, world_size, local_world_size)
         super().__init__(self.local_device(settings.device), layout)
-        # The store keeps the id of the run. So all processes have the same id, even those that
-        # `torchrun --max-restarts` starts later. (resume.load_own_run uses the id.)
-        if self.store is not None:
+        # A connection to torchrun's store, which outlives restarts of the processes. (None if
+        # another program than torchrun has set the environment variables.)
+        self.store: dist.Store | None = None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            self.store = dist.TCPStore(address, port, is_master=False, timeout=self.timeout)
+            # The store keeps the id of the run. So all processes have the same id, even those that
+            # `torchrun --max-restarts` starts later. (resume.load_own_run uses the id.)
             self.run_id = self.store.compare_set("minigpt/run", "", self.run_id).decode()
-        launcher = ["torchrun", f"--nproc-per-node={local_world_size}"]
-        if world_size > local_world_size:  # several machines: give this machine's command
-            launcher += [
-                f"--nnodes={os.environ.get('GROUP_WORLD_SIZE', '?')}",
-                f"--node-rank={os.environ.get('GROUP_RANK', '?')}",
-                f"--master-addr={self.address}",
-                f"--master-port={self.port}",
-            ]
-        self.command = (*launcher, *self.command[1:])
-
-    @cached_property
-    def store(self) -> "dist.Store | None":
-        """Return a connection to torchrun's store, which outlives restarts of the processes.
-
-        Return None if the environment variables were set by a program other than torchrun.
-        """
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            return None
-        return dist.TCPStore(self.address, self.port, is_master=False, timeout=self.timeout)
+            self.failed_policy = self.store.compare_set(FAILED_POLICY, "", "").decode()
 
     def remember_failed_policy(self, policy: str) -> None:
         if self.store is not None:
-            self.store.set("minigpt/shortage", policy)
-
-    def last_failed_policy(self) -> str:
-        if self.store is None or not self.store.check(["minigpt/shortage"]):
-            return ""
-        return self.store.get("minigpt/shortage").decode()
+            self.store.set(FAILED_POLICY, policy)
 
     def local_device(self, name: str) -> torch.device:
         """Return this process's device for --device `name`. No two processes have the same GPU.
 
         Raises MiniGPTError if there are more processes than GPUs, or if the device cannot be used.
         """
-        device = choose_device(name)
-        if device.type == "cuda":
-            if self.local_rank >= torch.cuda.device_count():
-                raise MiniGPTError(
-                    f"--nproc-per-node: more processes than GPUs ({torch.cuda.device_count()})"
-                )
-            device = torch.device("cuda", self.local_rank)
-            torch.cuda.set_device(device)
-        elif device.type == "mps":
-            if name == "mps":
-                raise MiniGPTError("--device mps: no backend of torch.distributed has it; use cpu")
-            device = torch.device("cpu")
-        return device
+        if name == "mps":
+            raise MiniGPTError("--device mps: no backend of torch.distributed has it; use cpu")
+        if choose_device(name).type != "cuda":
+            return torch.device("cpu")
+        if self.local_rank >= torch.cuda.device_count():
+            raise MiniGPTError(
+                f"--nproc-per-node: more processes than GPUs ({torch.cuda.device_count()})"
+            )
+        torch.cuda.set_device(self.local_rank)
+        return torch.device("cuda", self.local_rank)
 
     def init_process_group(self) -> None:
-        """Connect the CPUs of all processes by gloo. Raises MiniGPTError if gloo cannot do that.
+        """Connect the CPUs of all processes by gloo.
 
         Python objects and decisions are sent through this group, so they need not wait for the
         GPUs. `new_nccl_group` connects the GPUs later, after a check that all processes have the
@@ -124,24 +96,11 @@ class TorchrunProcess(OneProcess):
         if self.store is not None:
             # The store also has the addresses of processes that died (pytorch#135712). So the
             # living processes store their addresses under a prefix that only they use.
-            key = agree_on_key(self.store, self.rank, self.layout.world_size, self.timeout)
+            size = self.layout.world_size
+            key = agree_on_key(self.store, self.rank, size, self.timeout)
             store = dist.PrefixStore(key, self.store)
-            options |= {"store": store, "rank": self.rank}
-            options["world_size"] = self.layout.world_size
-        try:
-            dist.init_process_group("gloo", **options)
-        except RuntimeError as error:
-            if "EADDRINUSE" in str(error):
-                raise MiniGPTError(
-                    f"MASTER_PORT={self.port}: another program has this port; choose another"
-                ) from None
-            if not UNREACHABLE_PATTERN.search(str(error)):
-                raise
-            raise MiniGPTError(
-                f"rank {self.rank} cannot reach the others by gloo ({reason(error)}): set "
-                "GLOO_SOCKET_IFNAME on each machine to the network interface that leads to the "
-                "others (one name, as `ip addr` lists them)"
-            ) from None
+            options |= {"store": store, "rank": self.rank, "world_size": size}
+        dist.init_process_group("gloo", **options)
 
     def all_reduce_max(self, values: list[int]) -> list[int]:
         largest = torch.tensor(values)  # on the CPU: the default group is gloo's
@@ -152,13 +111,6 @@ class TorchrunProcess(OneProcess):
         gathered = [mine] * self.layout.world_size
         dist.all_gather_object(gathered, mine)
         return gathered
-
-    def print0(self, line: str) -> None:
-        if self.rank == 0:
-            super().print0(line)
-
-    def close(self) -> None:
-        dist.destroy_process_group()
 
     def new_nccl_group(self) -> "dist.ProcessGroup | None":
         """Return a new NCCL group of all processes' GPUs, or None: use the default gloo group.
@@ -206,44 +158,19 @@ def print_error_once(message: object) -> None:
     print_error(message)
 
 
-# Parts of gloo's messages when it cannot reach the other processes, or finds no network interface
-UNREACHABLE_PATTERN = re.compile("connectFullMesh|Unable to find (address|interface)|device.cc")
-# Parts of the messages of NCCL, gloo and the store when another process is late, or has ended
-PEER_TIMEOUT_PATTERN = re.compile(r"[Tt]imed out|[Tt]imeout")
-PEER_ENDED_PATTERN = re.compile(
-    "gloo/|ncclRemoteError|remote process exited|closed by remote peer|Connection (reset|refused|"
-    "closed)|Broken pipe|communicator (was )?aborted"
-)
-
-
 def peer_failure_message(error: Exception) -> str | None:
-    """Return a line about `error` if another process caused it; None if this process caused it.
-
-    Return None also if NCCL finds a fault on this machine: then a traceback is printed.
-    """
+    """Return a line about `error` if the communication with other processes failed, else None."""
     text, rank = str(error), os.environ.get("RANK")
-    late = isinstance(error, TimeoutError) or PEER_TIMEOUT_PATTERN.search(text)
-    is_theirs = isinstance(error, dist.DistError | TimeoutError) or "gloo/" in text
-    if isinstance(error, dist.DistBackendError):
-        is_theirs = bool(late or PEER_ENDED_PATTERN.search(text))
-    if rank is None or not is_theirs:
+    # (gloo's messages contain its path. Errors of NCCL and of the store are DistErrors.)
+    if rank is None or not (isinstance(error, dist.DistError | TimeoutError) or "gloo/" in text):
         return None
-    if late:
+    if isinstance(error, TimeoutError) or re.search("[Tt]imed? ?out", text):
         return (
             f"rank {rank} waited {os.environ.get('MINIGPT_TIMEOUT_S', TIMEOUT_S)} s for the others "
             "in vain (MINIGPT_TIMEOUT_S): one hangs"
         )
-    return f"rank {rank} lost the connection to another process, which ended ({reason(error)})"
-
-
-def reason(error: Exception) -> str:
-    """Return the error's message in at most 120 characters, without its position in C++ code.
-
-    In NCCL's messages the reason is in the last line, after "Last error:".
-    """
-    message = str(error).partition("Last error:")[2] or str(error) or type(error).__name__
-    message = re.sub(r"\[?\S+\.(cc|cpp|h):\d+[],]? ?", "", message)
-    return textwrap.shorten(message, 120, placeholder=" ...")
+    reason = text.rpartition("Last error:")[2]  # in NCCL's messages the reason is in the last line
+    return f"rank {rank} lost the connection to another process ({textwrap.shorten(reason, 200)})"
 
 
 def main_and_exit(main: Callable[[], int]) -> NoReturn:

@@ -46,7 +46,7 @@ FOLDERS = {
         ("no snapshot and no folder ab/cd; .*hf download ab/cd --local-dir cd",),
     ),
     "a very long name": Case("built-in", "--init-from=" + "n" * 999, ("no snapshot and no",)),
-    "a text": refused(b"a few words", "gpt2 is no snapshot, or a damaged one"),
+    "a text": refused(b"a few words", "gpt2 is no snapshot of this trainer, or a damaged one"),
     "empty": refused(Path.mkdir, "cannot read gpt2/config.json: No such file"),
     "one file": refused(write_folder, "json is no snapshot", flags="--init-from=gpt2/config.json"),
     "config is no JSON": folder("config.json is no configuration of a model", config=b"{"),
@@ -82,7 +82,7 @@ FOLDERS = {
     "bytes are missing": tokenizer({"a": 97}, "its ids are not those of byte"),
     "another vocab.json": tokenizer({"a": 1}, "its ids are not those", name="vocab.json"),
     "layers": contradiction("--n-layers=3", "--n-layers 3: --init-from gpt2 has 2; leave it out"),
-    "a shape by name": contradiction("--model=gpt2", "--n-layers 12: .* has 2"),
+    "a shape by name": contradiction("--model=gpt2", "--model and --init-from: give only one"),
     "a tokenizer": contradiction("--tokenizer-name=gpt2", "--tokenizer-name gpt2: .* has byte"),
     "a vocabulary": contradiction("--vocab-size=512", "--vocab-size 512: .* has 257"),
     "a sequence": Case(

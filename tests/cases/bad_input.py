@@ -4,7 +4,6 @@ What a case is, and a table for each subject. Those in snapshots and places: bad
 """
 
 import io
-import os
 from collections.abc import Callable
 from glob import glob
 from pathlib import Path
@@ -72,14 +71,14 @@ class Case(NamedTuple):
 AUTO = "--use-activation-checkpoint=auto"
 REFUSED = {  # by whom; words: what the line must say
     "toy": {
-        f"{AUTO} --memory-budget=8": "--memory-budget: must be a number with a unit",
-        f"{AUTO} --memory-budget=0.1b": "or more, as in 8GiB, not '0.1b'",
+        f"{AUTO} --memory-budget=8": "--memory-budget: must be bytes with a unit",
+        f"{AUTO} --memory-budget=0.1b": "as in 8GiB, not '0.1b'",
         f"{AUTO} --memory-budget={'9' * 400}b": f"8GiB, not '{'9' * 40}'",
         "--batch-size=0": "--batch-size: must be a whole number of at least 1",
         "--weight-decay=inf": "--weight-decay: must be a number",
         "--lr=1e-400": "--lr: must be a number above 0",
         "--seq-len=long": "--seq-len: must be a whole number",
-        "--num-tokens=1M": "--num-steps and --num-tokens: each says how long the run is",
+        "--num-tokens=1M": "--num-steps and --num-tokens: give only one",
         "--num-tokens=0": "--num-tokens: must be a whole number of tokens",
         "--num-tokens=1e99": "--num-tokens: must be a whole number of tokens",
         "--num-tokens=1X": "--num-tokens: must be .* as in 300M, .* not '1X'",
@@ -87,7 +86,7 @@ REFUSED = {  # by whom; words: what the line must say
         "--val-ratio=1": "--val-ratio: must be a number above 0 and below 1",
         "--dropout=1": "--dropout: must be a number .* at most 0.99",
         "--num-step=1": "unrecognized arguments: --num-step=1; did you mean --num-steps?",
-        "--eval-tokens=2.5": "--eval-tokens: must be a whole number of tokens",
+        "--no-amp --amp-dtype=auto": "--no-amp and --amp-dtype: give only one",
         "stray": "stray; .*--help lists all flags",
         "--use-activation-checkpoint=some": "-checkpoint: must be auto or POLICY.*none, cheap, sel",
         "--device=gpu": "--device: invalid choice: 'gpu'.*cuda",
@@ -120,7 +119,7 @@ REFUSED = {  # by whom; words: what the line must say
         "--train-data=x.txt": "--use-toy-data .* drop --train-data",
         "--tokenizer-name=byte": "--use-toy-data .* and --tokenizer-name",
         "--text-key=x": "--use-toy-data .* --text-key and --tok",
-        "--vocab-size=7": "--vocab-size 7: must be 8 to",
+        "--vocab-size=7": "--vocab-size 7: must be .* 8 to",
     },
     "plan_memory": {
         "--fsdp --nproc-per-node=2 --no-amp --gather-dtype=bfloat16": "--gather-dtype bfloat16: ",
@@ -146,9 +145,9 @@ REFUSED = {  # by whom; words: what the line must say
     },
     "benchmark": {
         "--policies none half": "--policies: must be .*'half'",
-        "--card=H100": "--card: this machine's own device is measured; leave --card out",
-        "--memory-budget=8GiB": "--memory-budget: plan_memory names the largest batch",
-        "--use-activation-checkpoint": "--policies names the policies to measure",
+        "--card=H100": "--card: leave it out; --policies names what is measured, on this machine",
+        "--memory-budget=8GiB": "--memory-budget: leave it out",
+        "--use-activation-checkpoint": "--policies names what is measured",
         "--tokenizer-name=none.tiktoken": "cannot read none.tiktoken: No such file",
     },
     "memory_page": {"--out=.": "--out: . cannot be written", "--card=H1000": "--card: .*'H1000'"},
@@ -192,17 +191,11 @@ def text(name: str, content: bytes, says: str) -> Case:
 
 
 TEXTS = {
-    "CP1252": text(
-        "-b.txt",
-        b"caf\xe9",
-        "-b.txt: not UTF-8 at byte 3; name files of UTF-8 text",
+    "CP1252": text("-b.txt", b"caf\xe9", "-b.txt is no UTF-8 text"),
+    "a PDF": text("a.pdf", b"%PDF-1.5\n%\xd0\xd4\xc5\xd8\n", "a.pdf is no UTF-8 text"),
+    "UTF-16": text(
+        "b.txt", "hi".encode("utf-16-le"), "b.txt: a binary file, or UTF-16; name files"
     ),
-    "a PDF": text(
-        "a.pdf",
-        b"%PDF-1.5\n%\xd0\xd4\xc5\xd8\n",
-        "a.pdf: not UTF-8 at byte 10; name files of UTF-8",
-    ),
-    "UTF-16": text("b.txt", "h\xe9".encode("utf-16"), "or UTF-16 .NUL at byte 3.; name files of"),
     # What needs no tokens is told before a text is read, which may take long.
     "a name, and no text": data(
         "--train-data=x.txt --checkpoint-path=README.md",
@@ -215,12 +208,12 @@ TEXTS = {
         {"x.txt": b"\xff"},
     ),
     "short": text(
-        "x.txt", b"a few words\n" * 5, "--seq-len 16 needs 17 validation tokens, the data have 7: "
+        "x.txt", b"a few words\n" * 5, "--seq-len 16 needs 17 validation tokens, the data have 6: "
     ),
     "empty": text("x.txt", b"", "--seq-len 16 needs 17 training tokens"),
-    "half a character at the end": text("x.txt", "né".encode()[:-1], "x.txt: not UTF-8 at byte 1"),
-    "far inside": text("x.txt", b"a b " * 2**19 + b"\xff", "x.txt: not UTF-8 at byte 2097152"),
-    "a program": text("x.txt", b"\x7fELF\x00\x01", "x.txt: a binary file, .*NUL at byte 4"),
+    "half a character at the end": text("x.txt", "né".encode()[:-1], "x.txt is no UTF-8 text"),
+    "far inside": text("x.txt", b"a b " * 2**19 + b"\xff", "x.txt is no UTF-8 text"),
+    "a program": text("x.txt", b"\x7fELF\x00\x01", "x.txt: a binary file, or UTF-16"),
     "jsonl cut off": text("x.jsonl", b'{"text": "a"}\n{"text": \n', 'x.jsonl:2: want .* "text"'),
     "jsonl with a number": text("x.jsonl", b'{"text": 3}\n', 'x.jsonl:1: want .*string "text"'),
     "jsonl with other keys": text(
@@ -233,20 +226,21 @@ TEXTS = {
     "jsonl in UTF-16": text("x.jsonl", '{"text": "a"}\n'.encode("utf-16"), "x.jsonl:1: want"),
     "jsonl with too many digits": text("x.jsonl", b"1" * 9999, "x.jsonl:1: want"),
     "jsonl of blank lines": text("x.jsonl", b"\n\n\n", "17 training tokens, the data have 0: "),
-    "too few documents": text(
-        "x.jsonl", b'{"text": "the words"}\n' * 3, "have 0: .*raise --val-ratio"
-    ),
     "no such file": data("--train-data=no/such.txt", "--train-data no/such.txt: no such file"),
     "empty name": data("--train-data=", "--train-data : no such file or folder"),
-    "a very long name": data("--train-data=" + "n" * 5000, "nnn: no such file or folder"),
-    "a device": data("--train-data=/dev/zero", "--train-data /dev/zero: not a regular file"),
+    "a very long name": data("--train-data=" + "n" * 5000, "nnn: no such file"),
+    "a device": data("--train-data=/dev/zero", "--train-data /dev/zero: no such file"),
     **{  # on Linux, a regular file that opens, and whose first byte cannot be read
         f"unreadable: {path}": data(f"--train-data={path}", f"cannot read {path}: Input/output err")
         for path in glob("/proc/self/mem")
     },
-    "pictures": data("--train-data=.", "--train-data .: no text or token f", {"x.png": b"\x89PNG"}),
+    "pictures": data(
+        "--train-data=.",
+        "--train-data .: .* no text or token file in it",
+        {"x.png": b"\x89PNG"},
+    ),
     "validation": data(
-        "--train-data x.txt --val-data=y.txt", "y.txt: not UTF-8 at", X | {"y.txt": b"a\xff"}
+        "--train-data x.txt --val-data=y.txt", "y.txt is no UTF-8 text", X | {"y.txt": b"a\xff"}
     ),
     "a key of a text": data("--train-data=x.txt --text-key=t", "--text-key t: no file here has"),
     "a key of token files": data(
@@ -258,7 +252,8 @@ TEXTS = {
         X | {"y.txt": b"texu", "z.txt": b"text"},
     ),
     "fixed ids": data(
-        "--train-data x.txt --vocab-size=300", "--vocab-size 300: .* byte is fixed; drop the"
+        "--train-data x.txt --vocab-size=300",
+        "--vocab-size 300: .* other tokenizers is fixed: drop the",
     ),
     "few ids": data(
         "--train-data x.txt --tokenizer-name=bpe --vocab-size=256", "-size 256: must be 257 to"
@@ -286,11 +281,15 @@ def npy(array: np.ndarray) -> bytes:
 NINE = np.zeros(9, np.uint16)
 PADDING, IDS = np.zeros(9999, "<u4"), np.arange(9999, dtype="<u4")
 TOKEN_FILES = {
-    "half a token": text("x.bin", b"\x01\x00\x02", "x.bin: 3 bytes is odd"),
+    "half a token": text("x.bin", b"\x01\x00\x02", "x.bin is no token file, or is damaged"),
     "an id beyond": text(
-        "x.bin", b"\x01\x00\x01\x01", "x.bin: holds id 257, .*ends at 256: another --tokenizer-name"
+        "x.bin",
+        b"\x01\x00\x01\x01",
+        "x.bin: holds ids 1 to 257, .*ends at 256: another --tokenizer-name",
     ),
-    "llm.c cut off": text("x.bin", llmc(NINE, 20240520, 1)[:-2], "x.bin: .*9 tokens.*cut off"),
+    "llm.c cut off": text(
+        "x.bin", llmc(NINE, 20240520, 1)[:-2], "x.bin: .*9 tokens, it has 8: cut"
+    ),
     "llm.c version": text("x.bin", llmc(NINE, 20240801, 3), "x.bin: .* version 3; .* of version 7"),
     "an unknown header": text("x.bin", llmc(NINE, 20250101, 1), "x.bin: a header .* 20250101"),
     **{  # (ids of 20 bits are those of the largest vocabularies)
@@ -309,16 +308,20 @@ TOKEN_FILES = {
         for side, parts in {"before": (PADDING, IDS), "behind": (IDS, PADDING)}.items()
     },
     "llm.c of -9": text("x.bin", llmc(NINE, 20240520, 1, count=-9), "x.bin: its header promises"),
-    ".npy cut off": text("x.npy", npy(NINE)[:-2], "x.npy is no .npy file, or is damaged"),
+    ".npy cut off": text("x.npy", npy(NINE)[:-2], "x.npy is no token file, or is damaged"),
     ".npy of no tokens": text("x.npy", npy(NINE[:0]), "--seq-len 16 needs 17"),
-    ".npy of objects": text("x.npy", npy(np.array([{}])), "x.npy is no .npy file"),
+    ".npy of objects": text("x.npy", npy(np.array([{}])), "x.npy is no token file"),
     "two dimensions": text("x.npy", npy(np.zeros((3, 3), np.uint16)), r"x.npy: holds .*\(3, 3\)"),
-    ".npy of numbers with a point": text("x.npy", npy(np.zeros(9)), "x.npy: holds float64 .*whole"),
-    ".npy of truths": text("x.npy", npy(np.zeros(9, bool)), "x.npy: holds bool .*whole numbers"),
-    ".npy below 0": text("x.npy", npy(np.arange(-1, 99)), "x.npy: holds id -1, .* ends at 256"),
+    ".npy of numbers with a point": text(
+        "x.npy", npy(np.zeros(9)), "x.npy: holds float64 .*want one row of integers"
+    ),
+    ".npy of truths": text("x.npy", npy(np.zeros(9, bool)), "x.npy: holds bool .*row of integers"),
+    ".npy below 0": text(
+        "x.npy", npy(np.arange(-1, 99)), "x.npy: holds ids -1 to 98, .* ends at 256"
+    ),
     "tokens for a bpe": data(
         "--tokenizer-name=bpe --train-data=x.bin",
-        "--tokenizer-name bpe: x.bin holds ids already",
+        "--tokenizer-name bpe: its vocabulary is unknown to tiktoken, .* for text, bpe",
         {"x.bin": NINE.tobytes()},
     ),
 }
@@ -341,21 +344,15 @@ TOKENIZERS = {
     "no base64": tokenizer(RANKS + "!!!! 256\n"),
     "negative rank": tokenizer(RANKS + "AAA= -1\n"),
     "a rank twice": tokenizer(RANKS + "AAA= 7\n"),
-    "a token twice": tokenizer(RANKS + "AA== 256\n"),
     "a byte missing": tokenizer(RANKS.split("\n", 1)[1]),
     "nothing in it": tokenizer(""),
     "a binary": tokenizer("\x00\xff\n"),
-    "a pipe": data(
-        "--train-data=x.txt --tokenizer-name=bad.tiktoken",
-        "bad.tiktoken: not a regular file",
-        X | {"bad.tiktoken": os.mkfifo},
-    ),
     "unknown name": data(
         "--train-data=x.txt --tokenizer-name=gpt9",
-        "--tokenizer-name gpt9: unknown; choose bpe, byte,",
+        "--tokenizer-name gpt9: .* unknown to tiktoken, .* choose byte, FILE.tiktoken or",
     ),
     "toy for a text": data(
-        "--train-data=x.txt --tokenizer-name=toy", "--tokenizer-name toy: unknown"
+        "--train-data=x.txt --tokenizer-name=toy", "--tokenizer-name toy: .* unknown"
     ),
 }
 

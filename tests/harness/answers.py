@@ -68,7 +68,7 @@ def words(flags: str) -> list[str]:
 
 def question(flags: str) -> Plan:
     """Return the plan of plan_memory for these flags."""
-    return plan_memory.make_plan(plan_memory.parse(words(flags)))[0]
+    return plan_memory.make_plan(plan_memory.parse(words(flags)))
 
 
 def budget_for(tensors: float) -> str:

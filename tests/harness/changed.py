@@ -25,7 +25,8 @@ NORMED = [
     ("return self.mlp(self.ln_2(x))", "ln_2"),
 ]
 WITHOUT_NORMS = [(half, half.replace(f"self.{norm}(x)", "x")) for half, norm in NORMED]
-POLICY = "            return policy(self, x, kv_cache)\n"
+SIGNATURE = "kv_cache: KVCache = None) -> Tensor:\n        x = x"
+CALL = "kv_cache=layer_cache)"
 INIT = "        self.init_weights()\n"
 BLOCK = "Block(config) for _ in range(config.n_layers)"
 MLP_OF_BLOCK = "        self.mlp = MLP(config)\n"
@@ -78,6 +79,11 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             "        return self.ln_2(x + self.dropout(self.feed_forward(x)))\n",
         ),
     ],
+    "norms_in_add": [
+        *WITHOUT_NORMS,
+        ("attention(x, kv_cache))\n", "attention(self.ln_1(x), kv_cache))\n"),
+        ("feed_forward(x))\n", "feed_forward(self.ln_2(x)))\n"),
+    ],
     "wider_inside": [  # the MLP of every second block is twice as wide
         ("from dataclasses import dataclass", "from dataclasses import dataclass, replace"),
         (
@@ -122,6 +128,46 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
         (ATTENDED, "attn_mask=bias)"),
     ],
     "whole_block": [(ADD, ADD.replace("return ", "return 0.9 * (").rstrip() + ")\n")],
+    # Arguments of a block, which stand in its signature and in its call only.
+    "documents": [  # tokens attend to their own document only; by name, down to `attend`
+        (SIGNATURE, SIGNATURE.replace(") ->", ", *, same: Any = None) ->")),
+        (ADD, ADD.replace("x, kv_cache", "x, kv_cache, same=same")),
+        (
+            "attention(self, x: Tensor, kv_cache: KVCache = None)",
+            "attention(self, x, kv_cache, same)",
+        ),
+        ("self.attn(self.ln_1(x), kv_cache)", "self.attn(self.ln_1(x), kv_cache, same=same)"),
+        (
+            "def forward(self, x: Tensor, kv_cache: KVCache = None) -> Tensor:\n        return",
+            "def forward(self, x, kv_cache, same):\n        return",
+        ),
+        ("self.attend(self.qkv(x), kv_cache)", "self.attend(self.qkv(x), kv_cache, same=same)"),
+        (
+            "qkv: Tensor, kv_cache: KVCache = None)",
+            "qkv: Tensor, kv_cache: Any = None, same: Any = None)",
+        ),
+        (ATTENDED, "is_causal=T > 1 and same is None, attn_mask=same)"),
+        (
+            START,
+            START + "        doc = (input_ids % 5 == 0).cumsum(1)\n"
+            "        same = (doc[:, :, None] == doc[:, None]).tril()[:, None]\n"
+            "        same = same if kv_cache is None else None\n",
+        ),
+        (CALL, "kv_cache=layer_cache, same=same)"),
+    ],
+    "methods": [  # of a subclass; a static one
+        (
+            "class MLP(nn.Module)",
+            "class CappedAttention(Attention):\n"
+            "    def attend(self, qkv, kv_cache=None):\n"
+            "        return self.cap(super().attend(qkv, kv_cache))\n\n"
+            "    @staticmethod\n"
+            "    def cap(y):\n"
+            "        return 5.0 * torch.tanh(y / 5.0)\n\n\n"
+            "class MLP(nn.Module)",
+        ),
+        ("self.attn = Attention(config)", "self.attn = CappedAttention(config)"),
+    ],
     "two_tables": [  # an additional embedding table, of the ids modulo 7
         (TABLE, TABLE + "\n        self.pair_embedding = nn.Embedding(7, config.d_model)"),
         (SUM, SUM[:-1] + " + self.pair_embedding(input_ids % 7))"),
@@ -170,31 +216,18 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
             for half, _ in NORMED
         ],
     ),
-    "norms_in_add": (  # the input of `attention` is not the input of the block
+    "scaled_input": ("qkv", "qkv", [(ADD, "        x = 0.9 * x\n" + ADD)]),
+    "first_stream": (  # (what attention gets is computed twice, so its gradient rounds otherwise)
         "qkv",
         "qkv",
         [
-            *WITHOUT_NORMS,
-            ("attention(x, kv_cache))\n", "attention(self.ln_1(x), kv_cache))\n"),
-            ("feed_forward(x))\n", "feed_forward(self.ln_2(x)))\n"),
-        ],
-    ),
-    "scaled_input": ("qkv", "qkv", [(POLICY, POLICY + "        x = 0.9 * x\n")]),
-    "first_stream": (
-        "qkv",
-        "qkv",
-        [  # another argument of a block
-            ("policy: Any = None) -> Tensor:\n", "x0: Any = 0.0, policy: Any = None) -> Tensor:\n"),
-            (POLICY, POLICY.replace(")", ", x0)") + "        x = x + 0.1 * x0\n"),
+            (
+                SIGNATURE,
+                SIGNATURE.replace(") ->", ", x0: Any = 0.0) ->") + " + 0.1 * x0\n        x = x",
+            ),
             (START, START + "        x0 = x\n"),
-            ("checkpoint(block, x, ", "checkpoint(block, x, None, x0, "),
-            ("block(x, layer_cache)", "block(x, layer_cache, x0)"),
+            (CALL, "kv_cache=layer_cache, x0=x0)"),
         ],
-    ),
-    "before_the_policy": (  # a line that runs twice under a policy
-        FINER,
-        FINER,
-        [("        if policy is not", "        x = 0.9 * x\n        if policy is not")],
     ),
     # Changes of the loop of MiniGPT.forward, of which a group is one call.
     **{
@@ -208,6 +241,10 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
             "embedding_in_each_block": [
                 (START, START + "        x0 = x\n"),
                 (ENTER, ENTER + "            x = x + 0.1 * x0\n"),
+            ],
+            "documents_in_every_second_block": [
+                *CHANGES["documents"][:-1],
+                (CALL, "kv_cache=layer_cache, same=same if i % 2 else None)"),
             ],
             "depth_scale": [(LEAVE, f"            x = x * (1 + 0.1 * i)\n{LEAVE}")],
             "layer_drop": [

@@ -67,10 +67,6 @@ def faults_at(step: int, kinds: Container[str]) -> list[str]:
     return [kind for kind, *when in words if kind in kinds and when[:3] == now]
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 # ---- Faults in a step
 
 Act = Callable[[Run], Any]  # changes a run; may return a function that undoes the change
@@ -83,10 +79,7 @@ def bad_gradient(value: float) -> Act:
     def spoil(layer: Any, args: Any, result: torch.Tensor) -> None:
         result.register_hook(lambda gradient: gradient * value)
 
-    def strike(run: Run) -> Callable[[], None]:
-        return run.model.blocks[0].mlp.c_fc.register_forward_hook(spoil).remove
-
-    return strike
+    return lambda run: run.model.blocks[0].mlp.c_fc.register_forward_hook(spoil).remove
 
 
 def infinite_loss(run: Run) -> Any:
@@ -102,7 +95,7 @@ class Injected(Exception):
 
 
 def raising(error: Exception) -> Callable[..., Any]:
-    def act(*_: Any) -> None:
+    def act(*_: Any, **__: Any) -> None:
         raise error
 
     return act
@@ -118,9 +111,11 @@ def no_more_memory(run: Run) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def send(name: str) -> Act:
-    return lambda run: os.kill(os.getpid(), getattr(signal, name))
+def send(name: str) -> Callable[..., None]:
+    return lambda *_: os.kill(os.getpid(), getattr(signal, name))
 
+
+die = send("SIGKILL")
 
 STEP_FAULTS: dict[str, Act] = {
     "nan": bad_gradient(math.nan),
@@ -129,9 +124,8 @@ STEP_FAULTS: dict[str, Act] = {
     "infinite-loss": infinite_loss,
     "error": raising(Injected()),
     "evaluation": lambda run: setattr(run.model, "eval", raising(Injected())),
-    "kill": lambda run: die(),
+    "kill": die,
     **{name: send(f"SIG{name.upper()}") for name in ("term", "int", "hup")},
-    "again": send("SIGINT"),
     "asked-in-evaluation": lambda run: setattr(run.model, "eval", lambda: send("SIGTERM")(run)),
     "hang": lambda run: time.sleep(1000),
     "silence": lambda run: setattr(run, "last_log_time", run.last_log_time - 60),
@@ -206,11 +200,9 @@ def broken(path: Path, faults: str | dict[int, Act], *flags: str, **options: Any
     """Run train_minimal.py in this process with `faults`. Return the exit code, or None if an
     Injected error ended the run. `faults`: a string as in the variable FAULTS, or a dict
     step -> function to call just before this step."""
-    step, named = train_step, {"FAULTS": faults}
-    if isinstance(faults, dict):
-        step = lambda run: train_step(run, *filter(None, [faults.get(run.step)]))  # noqa: E731
-        named = {}
-    with patch.dict(os.environ, named), patch.object(train_minimal, "train_step", step):
+    named, acts = (faults, {}) if isinstance(faults, str) else ("", faults)
+    step = lambda run: train_step(run, *filter(None, [acts.get(run.step)]))  # noqa: E731
+    with patch.dict(os.environ, FAULTS=named), patch.object(train_minimal, "train_step", step):
         with suppress(Injected):
             return train_here(path, *flags, **options)
     return None
@@ -252,7 +244,7 @@ def save_half(state: Any, file: BinaryIO) -> None:
 
 
 # The last calls of a save, in this order. A fault kills the process just before one of these calls.
-CALLS = ("fsync of the file", "rename to .prev.pt", "rename", "fsync of the folder")
+CALLS = ("fsync of the file", "rename to .prev.pt", "rename")
 SAVE_FAULTS = ("half-written", *(call.replace(" ", "-") for call in CALLS))
 
 

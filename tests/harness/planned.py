@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memory import MemorySavingGPT, head, offload
 from model import MiniGPTConfig
-from planner import Card, Planner, step
+from planner import Card, Planner, simulate, step
 from trainer import optimizer, plan
 from trainer.process import OneProcess
 from trainer.reproducible_sums import GradientTree
@@ -34,8 +34,8 @@ def shared(key: tuple, make: Any) -> Planner:
         Planner.__init__,
         Planner.run_fake_step,
         step.make_chunk_starts_replacement,
-        step.kernel_workspace_bytes,
-        step.cublas_workspace_bytes(None),
+        simulate.kernel_workspace_bytes,
+        simulate.cublas_workspace_bytes(None),
     )
     changed += (
         step.MemorySavingGPT,

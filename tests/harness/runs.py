@@ -151,8 +151,7 @@ class Forks:
 def wait_until(condition: Callable[[], object], what: str, seconds: float = DEADLINE) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"no {what} within {seconds:.0f} s")
+        assert time.monotonic() < end, f"no {what} within {seconds:.0f} s"
         time.sleep(0.01)
 
 
@@ -207,9 +206,12 @@ def parse(*flags: str) -> Settings:
 
 
 def ready(folder: Path, *flags: str) -> Run:
-    """Set up a run with TINY and `flags` in this process. Return the run before its first step."""
+    """Set up a run with TINY and `flags` in this process, and release its files. Return the run
+    before its first step."""
     settings = parse(*TINY, *flags).replace(checkpoint_path=folder / "run.pt")
-    return trainer.build.build_run(settings, OneProcess(torch.device("cpu")))
+    run = trainer.build.build_run(settings, OneProcess(torch.device("cpu")))
+    run.held_lock.close()
+    return run
 
 
 def torchrun(
@@ -246,7 +248,7 @@ def plan_nothing() -> None:
     for a run that torchrun has restarted after an out-of-memory error."""
 
     def plan(settings: Settings, vocab_size: int, process: OneProcess, precision: torch.dtype):
-        if settings.use_activation_checkpoint == "auto" or process.last_failed_policy():
+        if settings.use_activation_checkpoint == "auto" or process.failed_policy:
             return trainer.plan.plan_run(settings, vocab_size, process, precision)
         where = process.device, precision
         plan = Plan(settings, vocab_size, *where, layout=process.layout)

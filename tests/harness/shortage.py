@@ -1,11 +1,8 @@
 """Make a step run out of memory at a chosen operator of its forward or backward."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from types import FrameType
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -14,9 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import train_minimal
-import trainer.run
 from trainer.run import Run
-from trainer.shutdown import run_safely
 
 ERROR = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"
 # A place is a pair. Memory runs out at operator number place[0]: after this operator if place[1] is
@@ -71,32 +66,6 @@ def running_out(step: int, *places: Place) -> Iterator[list[Shortage]]:
 
     with ExitStack() as opened, patch.object(train_minimal, "accumulate", attempt):
         yield modes
-
-
-@contextmanager
-def running_out_again(at: int, error: Exception) -> Iterator[list[int]]:
-    """Raise `error` at call number `at` of those that the trainer makes after memory ran out: until
-    it repeats the step, or until the run has ended. Yield a list with the number of calls.
-
-    Calls of Python functions and of C functions count. So this reaches each place that could run
-    out of memory.
-    """
-    calls, switch = [0], trainer.run.free_and_switch_policy
-
-    def on_event(frame: FrameType, event: str, function: Any) -> None:
-        calls[0] += event in ("call", "c_call")
-        if calls[0] == at and event in ("call", "c_call"):
-            raise error  # (Python then removes this function)
-        if event == "return" and frame.f_code is run_safely.__code__:
-            sys.setprofile(None)
-
-    def watched(*given: Any) -> None:
-        sys.setprofile(on_event)
-        switch(*given)
-        sys.setprofile(None)
-
-    with patch.object(trainer.run, "free_and_switch_policy", watched):
-        yield calls
 
 
 # Where one of several processes can run out of memory in a step, and at which of these operators:
