@@ -5,14 +5,16 @@ import re
 import pytest
 import torch
 from harness.answers import BATCH, ask, budget_for, question
+from harness.planned import MAKE_PLANNER
 from harness.runs import typed
 
+from model import MLP
 from planner import CARDS, KINDS, Planner
 from planner.choose import UNIFORM_POLICIES
 from planner.roofline import LINKS
 from planner.shards import gathered_bytes
 from scripts import plan_memory
-from scripts.plan_table import cost, digits, format_time, recommend
+from scripts.plan_table import as_row, cost, digits, format_time, recommend
 from scripts.plans import OTHER_WAYS
 from trainer.device import MemoryBudget
 from trainer.flags import byte_count
@@ -90,6 +92,18 @@ def test_what_is_offloaded_is_recommended_last():
     between = question(f"{deep} {budget_for((peaks['full'] + peaks['full+offload']) / 2)}")
     assert recommend(between).policy == "full+offload"
     assert recommend(question(f"{deep} {budget_for(peaks['full+offload'] - 9)}")) is None
+
+
+def test_the_extra_flops_are_those_of_a_changed_mlp(monkeypatch):
+    """One that multiplies by c_fc twice: so does its replay."""
+    monkeypatch.setattr("trainer.plan.make_planner", MAKE_PLANNER.__wrapped__)
+    extra = []
+    for up_project in (MLP.up_project, lambda mlp, x: mlp.c_fc(x) + mlp.c_fc(x)):
+        monkeypatch.setattr(MLP, "up_project", up_project)
+        plan = question("--device cuda").with_policy("full")
+        extra.append(as_row(plan)["replayed"] * plan.step.needed_and_replayed_flops[0])
+    blocks, tokens, weights = 2, BATCH * 32, 16 * 64
+    assert extra[1] - extra[0] == pytest.approx(2 * blocks * tokens * weights)
 
 
 # ---- what to run
