@@ -45,7 +45,8 @@ ALONE |= dict.fromkeys(["layer_drop", "asks_a_number"], f"train_ddp.py {SHARDED}
 LOOPS = ["skips", "embedding_in_each_block", "depth_scale"]
 REST = {*FOLLOWED, *ALONE, *LOOPS, "scaled_input", "first_stream"} - {*FEW}
 REST -= {"scalar", "shared", "unused"}  # torch refuses these by itself
-PLANNED = {*FOLLOWED, *LOOPS} - {"documents"}  # (in the kernel, a mask of bools becomes numbers)
+# (In the kernel, a mask of bools becomes numbers. Fake tensors have no values to look at.)
+PLANNED = {*FOLLOWED, *LOOPS} - {"documents", "looks"}
 
 
 @pytest.fixture
@@ -89,7 +90,8 @@ def test_every_policy_follows_a_changed_model_or_is_refused(
         model = make(name, replace(none, recompute=policy, mlp_chunks=1 + (way in IN_CHUNKS)))
         try:
             check_model(model, ONE, torch.float32)
-        except (MiniGPTError, RuntimeError):  # (autograd's, of an operator in place)
+        except MiniGPTError as error:
+            assert len(str(error).splitlines()) == 1
             refused.add(way)
             continue
         found = step(model, "fp32")

@@ -1,12 +1,11 @@
 """The command line: what was typed, and back to words; shapes by name; how long a run is; and how
 policies are spelled."""
 
-import ast
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
 import pytest
 from cases.shapes import CONFIG
-from harness.runs import ROOT, parse, typed
+from harness.runs import parse, typed
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
@@ -15,28 +14,6 @@ from memory.policies import format_recompute_plan, parse_recompute_plan
 from planner import Layout
 from planner.formulas import count_parameters
 from trainer.settings import Settings, resolve
-
-# ---- one way for the flags
-
-
-def test_settings_are_frozen():
-    with pytest.raises(FrozenInstanceError):
-        typed().lr = 1
-
-
-def test_only_settings_and_flags_import_argparse():
-    """All others take Settings, which are complete and do not change."""
-    layers = ("trainer/*.py", "memory/*.py", "planner/*.py", "train_*.py", "model.py")
-    files = {file for layer in layers for file in ROOT.glob(layer)}
-    importers = {
-        file.name
-        for file in files
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        and "argparse" in (getattr(node, "module", None), *(alias.name for alias in node.names))
-    }
-    assert importers == {"flags.py", "settings.py"}
-
 
 # ---- back to words
 

@@ -61,7 +61,7 @@ def with_saved_flags(settings: S, resumed: LoadedSnapshot) -> S:
 
 
 def settings_of(state: State) -> Settings:
-    """Return the resolved settings of the run that has saved this snapshot."""
+    """Return the resolved settings of the run that has saved the snapshot `state`."""
     typed = Settings.parse(state["args"], "a snapshot")
     per_replica = typed.batch_size * typed.grad_accum_steps
     replicas = state["data"]["sequences_per_step"] // per_replica

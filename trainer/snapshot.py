@@ -253,27 +253,25 @@ def claim(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
 
 
 def rename_older_run(path: Path) -> Path | None:
-    """Rename the files of an older run at `path`, so that a new run can use `path`; return their
-    new path (see `archived_path`). No file is deleted or overwritten: the user may only have
-    forgotten --resume."""
-    if aside := archived_path(path):
-        # Rename the newest snapshot last: if this process dies halfway, the next run finds the
-        # snapshot at `path`, and renames the rest.
-        for file, renamed in reversed([*zip(files_of_run(path), files_of_run(aside), strict=True)]):
-            if os.path.lexists(file):
-                os.replace(file, renamed)
-    return aside
+    """Rename the files of an older run at `path`, so that a new run can use `path`. Return the new
+    path of its snapshot, or None if there is no older run.
 
-
-def archived_path(path: Path) -> Path | None:
-    """Return the new path for an older run at `path`, e.g. `run.2026-11-22-101500.pt`: with the
-    time of its last save or, if it saved nothing, of its last log line. Return None if there is no
-    older run. (A run that is killed before its first log line leaves empty files, which do not
-    count.)"""
-    times = [f.lstat() for f in files_of_run(path) if os.path.lexists(f) and f.lstat().st_size]
-    if not times:
+    The new name, such as `run.2026-11-22-101500.pt`, contains the time of the older run's last save
+    or, if it saved nothing, of its last log line. No file is deleted or overwritten: the user may
+    only have forgotten --resume. (A run that is killed before its first log line leaves empty
+    files, which do not count.)
+    """
+    found = [f.lstat() for f in files_of_run(path) if os.path.lexists(f) and f.lstat().st_size]
+    if not found:
         return None
-    return unused_path(path, time.strftime(".%Y-%m-%d-%H%M%S", time.localtime(times[0].st_mtime)))
+    date = time.strftime(".%Y-%m-%d-%H%M%S", time.localtime(found[0].st_mtime))
+    aside = unused_path(path, date)
+    # Rename the newest snapshot last: if this process dies halfway, the next run finds the snapshot
+    # at `path`, and renames the rest.
+    for file, renamed in reversed([*zip(files_of_run(path), files_of_run(aside), strict=True)]):
+        if os.path.lexists(file):
+            os.replace(file, renamed)
+    return aside
 
 
 def unused_path(path: Path, suffix: str) -> Path:
