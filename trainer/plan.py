@@ -279,15 +279,15 @@ def plan_on_this_rank(plan: Plan, process: OneProcess) -> tuple[str, list[Plan],
         words = (
             f"auto takes {plan.policy}: {criterion} that fits in {plan.memory_budget}\nmemory   "
         )
-    if policy := process.failed_policy:
-        failed = plan.with_policy(policy)
-        plans = [*plans_to_try([failed, *failed.deeper()], share=RESTART_SHARE_OF_FAILED_PEAK)]
-        # `auto` may have chosen a policy that needs even less memory.
-        if plan.policy not in [deeper.policy for deeper in plans]:
-            plan = next(iter(plans), failed)
-        now = "the same, the smallest known" if plan is failed else plan.policy
-        words += f"memory ran out with {policy}; it goes on with {now}\nmemory   "
     try:
+        if policy := process.failed_policy:
+            failed = plan.with_policy(policy)
+            plans = [*plans_to_try([failed, *failed.deeper()], share=RESTART_SHARE_OF_FAILED_PEAK)]
+            # `auto` may have chosen a policy that needs even less memory.
+            if plan.policy not in [deeper.policy for deeper in plans]:
+                plan = next(iter(plans), failed)
+            now = "the same, the smallest known" if plan is failed else plan.policy
+            words += f"memory ran out with {policy}; it goes on with {now}\nmemory   "
         words += describe_peaks(plan) + warnings_about(plan, process)
     except PlanError as error:
         return plan.policy, [], f"{words}the peak could not be predicted: {error}"
