@@ -41,7 +41,7 @@ def state(step: int) -> dict:
         "tokenizer": {"name": "toy"},
         "data": {"description": "", "fingerprint": "", "sequences_per_step": 2},
         "optimizer": {"state": {0: {"exp_avg": torch.randn(64)}}, "param_groups": []},
-        **{"best_val_loss": 2.5, "step": step, "model": {"weight": torch.randn(64, 64)}},
+        **{"best_val_loss": 2.5, "step": step, "model": {"weight": torch.randn(8, 8)}},
     }
 
 
