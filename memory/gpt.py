@@ -79,6 +79,10 @@ class MemorySavingGPT(MiniGPT):
         config, blocks, offload = self.config, iter(self.blocks), Offload(self.offload_pool)
         # If torch's checkpoint ignores the RNG, use `activation_checkpoint` instead.
         loses_rng = config.dropout > 0 and checkpoint_loses_rng(self.token_embedding.weight.device)
+        plain = not self.training or config.recompute in ("none", "full") and not loses_rng
+        if plain and self.shard is None and config.mlp_chunks == 1:
+            yield from super().blocks_with_recompute()
+            return
         if not self.training:  # no autograd: what is named here only decides what is cut in chunks
             config = replace(config, recompute="none" if config.mlp_chunks == 1 else "mlp")
         plan = recompute_plan_of_config(config)

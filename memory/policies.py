@@ -178,16 +178,22 @@ def defer(layer: Callable) -> Callable[[Any], Deferred]:
     return lambda x: Deferred(layer, x)
 
 
-def in_checkpoint(
-    layer: Callable, checkpoint: Callable = activation_checkpoint, **options: Any
-) -> Callable:
-    """Return `layer` in an activation checkpoint, together with a layer that is deferred."""
+def to_matmul(layer: Callable) -> Callable:
+    """Return `layer` in an activation checkpoint, together with a layer that is deferred.
+
+    `layer` ends in a linear layer. Early stop leaves it out of recomputation. torch.compile has no
+    early stop: it would drop the result, which the operator after it may save, and repeat the
+    matmul. So `options` tells it to keep results of matmuls.
+    """
 
     def run(x: Any, *more: Any, **named: Any) -> Any:
+        contexts = partial(create_selective_checkpoint_contexts, MATMUL_OPS)
+        options: dict = {"context_fn": contexts} if torch.compiler.is_compiling() else {}
+        both, start = layer, x
         if isinstance(x, Deferred):
             both = lambda first, *more, **named: layer(x.run(first), *more, **named)  # noqa: E731
-            return checkpoint(both, x.x, *more, **named, **options)
-        return checkpoint(layer, x, *more, **named, **options)
+            start = x.x
+        return activation_checkpoint(both, start, *more, has_dropout=False, **named, **options)
 
     return run
 
@@ -197,7 +203,6 @@ def cheap(block: Any, x: Tensor) -> Tensor:
 
     Megatron-LM calls this output-discarding recompute. In llm.c it is the flag -r 2.
     """
-    to_matmul = partial(in_checkpoint, checkpoint=checkpoint_to_matmul)
     attn, mlp = block.attn, block.mlp
     # Each checkpoint ends in a matmul, which early stop leaves out of recomputation. Two views: a
     # LayerNorm may be deferred only inside its half. Where a changed `Block.forward` calls a
@@ -262,13 +267,25 @@ def recompute_attention(block: Any, x: Tensor) -> Tensor:
     return View(block, attention=half)(x)
 
 
+class AttentionCalled(Exception):
+    """Ends a block's forward where it calls `attention`; has the arguments of that call."""
+
+
+def end_at_attention(*inputs: Any, **named: Any) -> Tensor:
+    """Take the place of `attention`. Raises AttentionCalled."""
+    raise AttentionCalled(inputs, named)
+
+
 def keep_qkv_and_attention(block: Any, x: Tensor) -> Tensor:
     """Keep x, qkv and attention's result. Recompute LayerNorms, attn.c_proj and the MLP half."""
     half = partial(View, block, ln_1=defer(block.ln_1))
     # The attention half without c_proj.
-    qkv = in_checkpoint(block.attn.qkv, checkpoint_to_matmul)
-    without_c_proj = half(attn=View(block.attn, qkv=qkv, c_proj=lambda y: y)).attention
-    inputs, named = arguments_of_attention(block, x)
+    attn = View(block.attn, qkv=to_matmul(block.attn.qkv), c_proj=lambda y: y)
+    without_c_proj = half(attn=attn).attention
+    try:
+        return View(block, attention=end_at_attention)(x)  # (a changed block may end before it)
+    except AttentionCalled as call:
+        inputs, named = call.args
     attended = without_c_proj(*inputs, **named)
 
     def rest(x: Tensor, attended: Tensor) -> Tensor:
@@ -277,26 +294,6 @@ def keep_qkv_and_attention(block: Any, x: Tensor) -> Tensor:
         return View(block, attention=half(attn=known).attention)(x)
 
     return activation_checkpoint(rest, x, attended, has_dropout=block_has_dropout(block))
-
-
-class Reached(Exception):
-    """Ends a forward at the call of attention."""
-
-
-def arguments_of_attention(block: Any, x: Tensor) -> tuple[tuple, dict[str, Any]]:
-    """Run a block's forward until it calls `attention`. Return the arguments of that call."""
-    found: Any = None
-
-    def stop(*inputs: Any, **named: Any) -> Tensor:
-        nonlocal found
-        found = inputs, named
-        raise Reached
-
-    try:
-        View(block, attention=stop)(x)
-    except Reached:
-        pass
-    return found
 
 
 # A *selective checkpoint* around a whole block keeps x and the results of the operators that a list
@@ -362,19 +359,6 @@ def with_same_rng_after_attention(attention: Callable[..., Tensor]) -> Callable[
         return attended
 
     return marked
-
-
-def checkpoint_to_matmul(run: Callable, x: Tensor, *more: Any, **named: Any) -> Tensor:
-    """Checkpoint `run`, which ends in a linear layer. The operator after `run` may save its result.
-
-    Early stop leaves the layer out of recomputation. torch.compile has no early stop: it would drop
-    the layer's result and repeat the matmul. So `contexts` tells it to keep results of matmuls.
-    """
-    compiled = torch.compiler.is_compiling()
-    contexts = partial(create_selective_checkpoint_contexts, MATMUL_OPS)
-    return activation_checkpoint(
-        run, x, *more, has_dropout=False, **named, **({"context_fn": contexts} if compiled else {})
-    )
 
 
 def block_has_dropout(block: Any) -> bool:

@@ -308,16 +308,11 @@ def canonical_card_name(text: str) -> str:
 def describe_unknown_card(text: str) -> str:
     """Return a line that says how to plan for a card that CARDS does not have, and up to three
     similar names. For the text "list" the line has all names.
-
-    The numbers in a name count most: names with other numbers are similar only if no name has one
-    of the numbers in `text`.
     """
     if text == "list":
         return f"known are {', '.join(CARDS)}; or {THIS_MACHINE}, measured"
-    numbers = set(re.findall(r"\d{2,}", text))
-    same = [name for name in CARDS if numbers & {*re.findall(r"\d{2,}", name)}]
-    near = {normalize_name(name): name for name in same or CARDS}
-    close = difflib.get_close_matches(normalize_name(text), near, cutoff=0.5 if same else 0.7)
+    near = {normalize_name(name): name for name in CARDS}
+    close = difflib.get_close_matches(normalize_name(text), near, cutoff=0.7)
     hint = f"; did you mean {' or '.join(near[name] for name in close)}?" if close else ";"
     return (
         f"unknown card {text!r}: --device cuda --memory-budget 16GiB tells what fits{hint} "

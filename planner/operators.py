@@ -147,16 +147,14 @@ def cublas_workspace_bytes(card: str | None = None) -> int:
     Source: `getChosenWorkspaceSize` in PyTorch's CublasHandlePool.cpp. Each workspace has
     32 MiB on Hopper and Blackwell, and 2 x 4,096 KiB + 8 x 16 KiB on NVIDIA's other GPUs. It has
     128 MiB on MI300 and MI350, and 32 MiB on AMD's other GPUs. On all AMD GPUs, each of the
-    two threads has a second workspace, for hipBLASLt, of 76 MiB. On a machine without a GPU the
-    result is that of NVIDIA's GPUs before Hopper.
+    two threads has a second workspace, for hipBLASLt, of 76 MiB. An AMD GPU without a name counts
+    as one of the others. On a machine without a GPU the result is that of NVIDIA's GPUs before
+    Hopper.
     """
     name = card or ""
-    if card is None and torch.cuda.is_available():
-        gpu = torch.cuda.get_device_properties()
-        if torch.version.hip:
-            name = "MI3" if gpu.gcnArchName.startswith(("gfx94", "gfx95")) else "MI"
-        else:
-            name = "H100" if gpu.major in (9, 10, 12) else ""
+    if card is None and torch.cuda.is_available():  # (ROCm's major numbers are AMD's)
+        is_new = torch.cuda.get_device_properties().major >= 9
+        name = "MI" if torch.version.hip else "H100" * is_new
     return int(2 * 2**20 * next(v for k, v in WORKSPACE_MIB_BY_CARD.items() if re.match(k, name)))
 
 

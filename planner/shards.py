@@ -32,8 +32,9 @@ gradients are float32 while they wait for more micro-batches, and when they are 
 processes.
 
 `add_shards` adds this memory to the record of a step. The operators in the record show when each
-block runs. The planned memory agrees with that of real processes within 2 %. The table above
-follows torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py. torch 2.11 and torch 2.13 were
+block runs. The planned memory equals what torch's FSDPMemTracker counts, to the byte. (The tracker
+does not see gloo's buffers.) The table above follows
+torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py. torch 2.11 and torch 2.13 were
 measured, and take the same number of bytes. On a GPU the copies run on separate streams, but Python
 allocates in the same order as on a CPU. So the plan for a GPU uses the same table. The plan does
 not count weights that an optimizer gathers. (Muon gathers a few full matrices at a time.)

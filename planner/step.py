@@ -30,7 +30,7 @@ from memory import (
     offload,
     recompute_plan_of_config,
 )
-from memory.offload import MIN_OFFLOAD_BYTES, pinned_bytes_needed
+from memory.offload import pinned_bytes_needed
 from memory.sequence import SequenceShard
 from model import MiniGPTConfig
 
@@ -256,7 +256,7 @@ class Planner:
         # With fewer than `min_batch` sequences the residual stream is too small for offload. So
         # steps with fewer sequences do not predict steps with larger batches.
         min_batch = (
-            math.ceil(MIN_OFFLOAD_BYTES / (4 * self.local_seq_len * self.config.d_model))
+            math.ceil(offload.MIN_OFFLOAD_BYTES / (4 * self.local_seq_len * self.config.d_model))
             if with_offload
             else 1
         )

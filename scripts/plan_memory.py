@@ -32,7 +32,6 @@ from planner.operators import MATMUL_DTYPES
 from planner.record import StepRecord
 from planner.roofline import LINKS, default_link
 from scripts import cli_main, plan_table
-from scripts.advice import advice
 from scripts.plan_table import (
     STEP,
     Row,
@@ -49,7 +48,7 @@ from scripts.plan_table import (
     with_length,
 )
 from scripts.plans import CommandPlan as Plan
-from scripts.plans import optimizer_name, plan_for_command
+from scripts.plans import advice, optimizer_name, plan_for_command
 from scripts.style import about, write_json
 from trainer.flags import AUTO, number_in_range, output_file
 from trainer.metrics import format_bytes

@@ -18,7 +18,7 @@ from typing import Any
 from planner.choose import nested_checkpoint_policies, recomputed_flops_key, uniform_policies
 from planner.op_recorder import Storage
 from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_name_and_kind
-from scripts.advice import Change
+from scripts.plans import Change
 from scripts.plans import CommandPlan as Plan
 from trainer.flags import MAX_COUNT
 from trainer.metrics import format_bytes

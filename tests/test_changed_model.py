@@ -45,7 +45,8 @@ ALONE |= dict.fromkeys(["layer_drop", "asks_a_number"], f"train_ddp.py {SHARDED}
 LOOPS = ["skips", "embedding_in_each_block", "depth_scale"]
 REST = {*FOLLOWED, *ALONE, *LOOPS, "scaled_input", "first_stream"} - {*FEW}
 REST -= {"scalar", "shared", "unused"}  # torch refuses these by itself
-PLANNED = {*FOLLOWED, *LOOPS} - {"documents"}  # (in the kernel, a mask of bools becomes numbers)
+# (In the kernel, a mask of bools becomes numbers. Fake tensors have no values to look at.)
+PLANNED = {*FOLLOWED, *LOOPS} - {"documents", "looks"}
 
 
 @pytest.fixture
@@ -89,7 +90,8 @@ def test_every_policy_follows_a_changed_model_or_is_refused(
         model = make(name, replace(none, recompute=policy, mlp_chunks=1 + (way in IN_CHUNKS)))
         try:
             check_model(model, ONE, torch.float32)
-        except (MiniGPTError, RuntimeError):  # (autograd's, of an operator in place)
+        except MiniGPTError as error:
+            assert len(str(error).splitlines()) == 1
             refused.add(way)
             continue
         found = step(model, "fp32")
@@ -97,7 +99,7 @@ def test_every_policy_follows_a_changed_model_or_is_refused(
         assert way in IN_CHUNKS or same(found, expected), way
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     wanted = {*REFUSED[name][dropout > 0].split()} if name in REFUSED else set()
-    assert refused >= wanted & {*ways} and (wanted or not refused)
+    assert refused >= wanted & {*ways} and (name in REFUSED or not refused)
 
 
 @pytest.mark.parametrize("policy", ["none", "sdpa"])
@@ -209,12 +211,10 @@ def test_what_is_not_gpt2_is_not_exported(name, change, tmp_path, capfd):
 def test_a_run_of_a_changed_model_resumes(tmp_path, change):
     """To the bits of the run that was not stopped."""
     change("modern")
-    whole, path = tmp_path / "whole.pt", tmp_path / "run.pt"
     flags = "--lr-scheduler=constant", "--use-activation-checkpoint=cheap"
-    assert train_here(whole, *flags, "--num-steps=4") == 0
-    assert train_here(path, *flags, "--num-steps=2") == 0
-    assert train_here(path, "--resume", "--num-steps=4") == 0
-    assert same(snapshot(path)["model"], snapshot(whole)["model"])
+    for name, *more in (["a", "--num-steps=4"], ["b", "--num-steps=2"], ["b", "--resume"]):
+        assert train_here(tmp_path / f"{name}.pt", *flags, "--num-steps=4", *more) == 0
+    assert same(*(snapshot(tmp_path / f"{name}.pt")["model"] for name in "ab"))
 
 
 OTHER_TENSORS = {"gate": "c_gate.weight", "wide_positions": "position_emb"}
@@ -262,15 +262,13 @@ def test_a_prediction_that_fails_does_not_cost_the_run(tmp_path, change, capfd):
 # ---- operators that are others on a GPU
 
 
-def test_a_plan_says_which_operators_are_others_on_the_device(change, capsys):
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "mps"])
+def test_a_plan_says_which_operators_are_others_on_the_device(device_type, change, capsys):
     change("rmsnorm")
-    for device_type in ("cpu", "cuda", "mps"):
-        plan = planner(WIDE, device_type=device_type)
-        assert plan.step(1) and ("rms_norm" in plan.inaccuracy_note) == (device_type != "cpu")
-
-    words = "--use-toy-data --n-layers=1 --d-model=16 --n-heads=1 --seq-len=16 --device=cuda"
+    words = "--use-toy-data --n-layers=1 --d-model=16 --n-heads=1 --seq-len=16 "
+    words += f"--device={device_type}"
     assert plan_memory.main(words.split()) == 0
-    asked = plan_for_command(parse(words), Layout())
-    *_, words = plan_on_this_rank(asked, OneProcess(torch.device("cpu")))
-    for said in (capsys.readouterr().out, words):
-        assert len(re.findall("^note     rms_norm .* on cuda ", said, re.M)) == 1
+    *_, told = plan_on_this_rank(plan_for_command(parse(words), Layout()), ONE)
+    for said in (capsys.readouterr().out, told):
+        notes = re.findall(f"^note     rms_norm .* on {device_type} ", said, re.M)
+        assert len(notes) == (device_type != "cpu")

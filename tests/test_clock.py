@@ -8,18 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases.shapes import ways
-from harness.answers import SHAPE
-from harness.planned import CARD
-from harness.runs import parse
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner import CARDS, Card, roofline, simulate, this_machine, timeline
+from planner import CARDS, Card, roofline, this_machine, timeline
 from planner.op_recorder import OpRecorder
 from planner.roofline import seconds_of_each_op
-from scripts.plans import CommandPlan as Plan
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 aten = torch.ops.aten
@@ -56,6 +49,12 @@ def attend_backward(q, k, v, out, log):
     return backward(out, q, k, v, out, log, 0.0, True)
 
 
+def adamw(*tensors):
+    rates = {"lr": 1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0, "eps": 1}
+    columns = [[tensor] for tensor in tensors]
+    torch._fused_adamw_(*columns, [], [torch.ones(())], **rates, amsgrad=False, maximize=False)
+
+
 HEADS = (2, 3, 8, 4)  # B, H, T, D
 SCORES = 2 * 3 * 8 * 8 * 4  # multiplications of one product
 ONE = 2 * 3 * 8 * 4  # elements of q
@@ -80,6 +79,7 @@ LOG = 2 * 3 * 8  # a number a row
         (lambda a: a.reshape(7, 3).t().reshape(21), [(3, 7)], 0, 2 * 21),  # (it copies)
         (lambda a: F.gelu(a).sum(), [(3, 7)], 0, 3 * 21 + 1),
         (lambda a: a.to("meta"), [(3, 7)], 0, 21),  # offloaded: that is not the card's memory
+        (adamw, [(30, 40)] * 4, 0, 7 * 30 * 40 + 2),  # (the count of steps is made, and read)
     ],
 )
 def test_operators_by_hand(run, shapes, flops, elements):
@@ -92,17 +92,6 @@ def test_what_is_not_read_whole():
     assert totals(looked_up) == (0, 6 * 8 + 2 * rows)
     added = work_of(lambda table, x: table.index_add_(0, ids(), x), (100, 5), (6, 5))[1:]
     assert totals(added) == (0, 6 * 8 + 3 * rows)
-
-
-def adamw(*tensors):
-    rates = {"lr": 1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0, "eps": 1}
-    columns = [[tensor] for tensor in tensors]
-    torch._fused_adamw_(*columns, [], [torch.ones(())], **rates, amsgrad=False, maximize=False)
-
-
-def test_adamw_reads_four_tensors_and_writes_three():
-    _, moved = totals(work_of(adamw, *[(30, 40)] * 4))
-    assert moved == pytest.approx(7 * 4 * 30 * 40, abs=32)
 
 
 def test_a_roofline_by_hand():
@@ -131,48 +120,6 @@ def test_a_roofline_by_hand():
     ]
     for card, work, expected in microseconds:
         assert 1e6 * seconds(work, card) == pytest.approx(expected, rel=1e-6)
-
-
-# ---- a step of several micro-batches
-
-
-def simulated_seconds(plan: Plan) -> float:
-    """The seconds of a whole step: all micro-batches, operator by operator, and one update."""
-    planner, settings, device_type = plan.planner, plan.settings, plan.device.type
-    model, optimizer = planner.model, planner.optimizer
-    model.config = plan.config
-    with planner.fake:
-        batch = torch.zeros(2, settings.batch_size, settings.seq_len, dtype=torch.int64)
-    with simulate.recording_simulated_ops(device_type, planner.fake) as log:
-        for _ in range(settings.grad_accum_steps):
-            forward = partial(model, *batch)
-            simulate.forward_and_backward(log, forward, plan.precision, cache_enabled=False)
-        planner.clip_gradients([*model.parameters()], 1.0, foreach=device_type == "cuda")
-        optimizer.step()
-        optimizer.zero_grad()
-    return seconds(timeline.op_work_table(log.ops), plan.card)
-
-
-@pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=50)
-@given(
-    st.sampled_from(["--optimizer adamw", "--optimizer muon"]),
-    st.sampled_from(["", "--moments-dtype bfloat16"]),
-    st.integers(1, 4),  # micro-batches
-    st.integers(1, 4),  # blocks
-    st.sampled_from([16, 64, 512]),  # channels
-    ways(1) | st.just("none"),
-    st.sampled_from(["cpu", "cuda"]),
-    st.sampled_from([CARD, CARDS["H100"]]),
-)
-def test_a_step_takes_what_its_micro_batches_and_one_update_take(
-    optimizer, moments, n, n_layers, width, way, kind, card
-):
-    flags = f"{optimizer} {moments} --grad-accum-steps {n} --n-layers {n_layers} --d-model {width}"
-    typed = parse(f"{SHAPE} {flags} --batch-size 2 --use-activation-checkpoint {way}")
-    precision = torch.bfloat16 if kind == "cuda" else torch.float32
-    plan = Plan(typed, 61, torch.device(kind), precision, card=card)
-    assert plan.seconds == pytest.approx(simulated_seconds(plan), rel=0.01)
 
 
 # ---- this machine

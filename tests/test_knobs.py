@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from data.errors import MiniGPTError
 from planner import CARDS, Layout
 from scripts import plan_memory
-from scripts.advice import OTHER_WAYS, advice
+from scripts.plans import OTHER_WAYS, advice
 from scripts.plans import CommandPlan as Plan
 from trainer.plan import card_for, plan_run, where_to_ask
 from trainer.process import OneProcess

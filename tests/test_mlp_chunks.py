@@ -20,8 +20,7 @@ from memory.policies import sizes_of_chunks
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
 T = 321  # five chunks of 64 tokens, and one token more
-WAYS = ["mlp", "sdpa", "full", "full/2", "full/2+nested", "full:3,cheap", "mlp:2,sdpa"]
-WAYS += [f"{way}+offload" for way in ("mlp", "sdpa", "full", "full/3+nested")]
+WAYS = ["mlp", "sdpa", "full", "full:3,cheap", "full/2", "mlp+offload", "full/3+nested+offload"]
 SIX = ("ln_2.weight", "ln_2.bias", *(f"mlp.{of}" for of in ("c_fc.weight", "c_fc.bias")))
 SIX += ("mlp.c_proj.weight", "mlp.c_proj.bias")
 LONG = replace(CONFIG, max_position_embeddings=T, vocab_size=61, d_ff=512)

@@ -20,14 +20,13 @@ from trainer.plan import plan_run, where_to_ask
 from trainer.process import OneProcess
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", rest_slow(PRECISIONS, "bf16".__eq__))
 @pytest.mark.parametrize("policy", rest_slow(POLICY_NAMES[1:], ["sdpa", "full"].__contains__))
 def test_predicted_peak_is_that_of_a_real_offloaded_step(policy, precision):
     """Some of its tensors are large enough to travel. A GPU's step pins as much."""
     config = replace(CONFIG, n_layers=3, d_model=192, d_ff=384, recompute=f"{policy}+offload")
     step, gpu = (planner(config, precision, device_type=kind).step(48) for kind in ("cpu", "cuda"))
-    measured = measured_peak(config, 48, precision, by_ours=True)
-    assert step.peak == pytest.approx(measured, rel=1e-3)
+    assert step.peak == measured_peak(config, 48, precision)
     assert step.offloaded_sizes and (gpu.offloaded_sizes, gpu.host_bytes) == (
         step.offloaded_sizes,
         step.host_bytes,
@@ -72,4 +71,4 @@ def test_plan_memory_says_what_offload_takes_of_a_cpu():
     answer = ask(f"{FLAGS} --device cuda --memory-budget 64MiB --nproc-per-node=2")
     row = answer.json["rows"][-1]
     assert row["host_bytes"] == 3 * X and row["fits"]
-    assert f"\noffload  pins {format_bytes(6 * X)} of CPU memory in 2 processes\n" in answer.out
+    assert f"\noffload  pins {format_bytes(6 * X)} of CPU memory\n" in answer.out

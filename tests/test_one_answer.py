@@ -12,9 +12,8 @@ from data.errors import MiniGPTError
 from planner import CARDS, Layout
 from planner.choose import uniform_policies
 from scripts import memory_page, plan_memory
-from scripts.advice import advice
 from scripts.plans import CommandPlan as Plan
-from scripts.plans import plan_for_command
+from scripts.plans import advice, plan_for_command
 from trainer.device import MemoryBudget
 from trainer.plan import plan_run
 from trainer.process import OneProcess

@@ -123,17 +123,15 @@ def test_loss_and_speed_of_each_run(plt):
     assert validation.get_color() == curve.get_color() != point.get_color()
     assert [set(one.get_ydata()) for one in speed.lines[::2]] == [{1e4}, {1e4}]
     assert legend(loss) == ["run 0: peak 1.0 MiB (cuda)", "run 1: peak 9.0 MiB (cuda)"]
-    loss, speed = panels(plt, run(3, tokens_per_s=None, peak_memory_bytes=math.nan))
-    assert not len(speed.lines[0].get_xdata()) and legend(loss) == ["run 0"]
+    loss, _ = panels(plt, run(3, peak_memory_bytes=math.nan))
+    assert legend(loss) == ["run 0"]
 
 
 def test_what_is_noisy_is_averaged(plt):
     thin, thick, _ = panels(plt, run(80))[0].lines
-    assert thin.get_linewidth() < thick.get_linewidth() and thick.get_marker() == ""
     assert set(thin.get_ydata()) == {3, 5} and set(thick.get_ydata()) == {4}  # four at a time
     assert thick.get_xdata()[[0, -1]].tolist() == [2, 78]  # nothing where a window is cut off
     assert set(panels(plt, run(80), smooth=1)[0].lines[0].get_ydata()) == {3, 5}
-    assert len(panels(plt, run(4), smooth=100)[0].lines[1].get_ydata()) == 1  # all of a short run
 
 
 def test_marks_of_a_run(plt):

@@ -12,8 +12,8 @@ from planner.choose import UNIFORM_POLICIES
 from planner.roofline import LINKS
 from planner.shards import gathered_bytes
 from scripts import plan_memory
-from scripts.advice import OTHER_WAYS
 from scripts.plan_table import cost, digits, format_time, recommend
+from scripts.plans import OTHER_WAYS
 from trainer.device import MemoryBudget
 from trainer.flags import byte_count
 from trainer.metrics import format_bytes
@@ -67,6 +67,9 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
         assert re.search(f"  {word} +{row['largest_batch']:,}$", line)
         if plan.card:
             assert row["seconds"] == pytest.approx(plan.seconds, rel=1e-9)
+            bounds = f"<{digits(3, row['tokens_per_s'])}"  # no clock knows the copies of offload
+            estimate = bounds if "offload" in row["name"] else bounds.replace("<", "~")
+            assert f"  {estimate}  {word} " in line
             assert row["tokens_per_s"] == pytest.approx(sequences * 32 / plan.seconds)
     fitting = [row for row in answer.json["rows"][:-1] if row["fits_safely"]]
     by = "seconds" if plain.card else "replayed"
@@ -75,18 +78,6 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
     (mark,) = [line for line in answer.table if line.startswith(">")]
     assert mark.startswith(f">  {cheapest['name']}  ")
     assert answer.command[-1] == cheapest["name"]
-
-
-def test_times_are_shown_as_estimates():
-    answer = ask("--card H100")
-    none, *_, offloaded = answer.json["rows"]
-    for row, line in zip(answer.json["rows"], answer.table[1:], strict=True):
-        more = row["seconds"] / none["seconds"] - 1
-        time = f"~{format_time(row['seconds'])}" if row is none else f"{more:+.0%}"
-        speed = "~" + digits(3, row["tokens_per_s"])
-        if row is offloaded:  # the clock does not know its copies
-            time, speed = f"> {time}", f"<{speed[1:]}"
-        assert f"  {time}  {speed}  yes  " in line
 
 
 def test_what_is_offloaded_is_recommended_last():
@@ -123,14 +114,6 @@ def test_a_command_has_what_was_typed_for_a_trainer_and_what_was_found(processes
     assert command.startswith(f"{trainer} --")
     wanted = f"{KEPT} --batch-size 2 --use-activation-checkpoint mlp:2,cheap"
     assert typed(*command.removeprefix(trainer).split()) == typed(*wanted.split())
-
-
-def test_what_changes_no_plan_is_passed_on():
-    words = "--lr 0.03 --min-lr 0.01 --val-ratio 0.3 --lr-scheduler linear --log-to wandb --seed 7"
-    words += " --save-minutes 7 --resume --detect-anomaly"
-    answer = ask(f"{words} --device cuda --memory-budget 1GiB")
-    assert answer.json["rows"] == ask().json["rows"]
-    assert {*words.split()} <= {*answer.command}
 
 
 @pytest.mark.parametrize(("budget", "tables"), [("12GiB", 0), ("24GiB", 1)])
@@ -236,9 +219,7 @@ def test_this_machine_is_measured(monkeypatch):
     typed = plan_memory.parse(["--card=This machine", "--device=cpu"])
     plan = plan_memory.make_plan(typed)
     assert plan.card is mine and plan.device.type == "cpu" and plan.memory_budget.is_free
-    assert plan.usable_bytes == pytest.approx(0.9 * plan.memory_budget.limit_bytes, abs=1)
-    said = plan_memory.describe_target(plan, typed.script)
-    assert re.search("^card     H100: .* measured; times are", said, re.M)
+    assert " GB/s measured; times are" in plan_memory.describe_target(plan, typed.script)
 
 
 # ---- the whole run

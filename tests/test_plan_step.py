@@ -90,11 +90,16 @@ RETURNS = {
 }
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("returns", RETURNS)
+BY_HAND = [
+    ("none", "a tensor", "fp32", adamw),
+    ("full", "an object", "bf16", with_momentum),
+    ("full", "a tuple", "fp32", adamw),
+    ("none", "an object", "bf16", with_momentum),
+]
+
+
 @pytest.mark.parametrize(
-    ("precision", "make"),
-    rest_slow([("fp32", adamw), ("bf16", with_momentum)], lambda case: case[0] == "bf16"),
+    ("recompute", "returns", "precision", "make"), rest_slow(BY_HAND, BY_HAND[:2].__contains__)
 )
 def test_a_model_by_hand(recompute, returns, precision, make):
     model, how = Tied(RETURNS[returns]), PRECISIONS[precision]

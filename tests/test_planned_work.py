@@ -11,7 +11,7 @@ from harness.planned import MAKE_PLANNER
 from memory import MemorySavingGPT
 from planner import Planner
 from scripts import plan_memory
-from scripts.advice import ADVICE_OPS, advice
+from scripts.plans import ADVICE_OPS, advice
 
 GPT2, XL = "--model gpt2 --card RTX-4090", "--model gpt2-xl --card RTX-4090"
 MEDIUM = "--model gpt2-medium --card RTX-3060-12GB"
@@ -121,7 +121,7 @@ def test_advice_ends(monkeypatch):
     spent = []
     for limit in (1, ADVICE_OPS):
         screen = Screen()
-        monkeypatch.setattr("scripts.advice.ADVICE_OPS", limit)
+        monkeypatch.setattr("scripts.plans.ADVICE_OPS", limit)
         said, change = advice(replace(plan, on_simulate=screen.update))
         spent.append(screen.ops)
         assert change is None and "smaller model" in said

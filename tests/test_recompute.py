@@ -146,8 +146,8 @@ MATMULS = ("aten::mm", "aten::addmm")
     rest_slow([*POLICY_NAMES[1:], "full/2", "full/3+nested"], "full".__eq__),
 )
 def test_compiled_blocks_multiply_no_more_than_they_say(policy):
-    """Early stop cannot end compiled code half-way, so `full` replays its last matmul too; but the
-    result of a region that ends in a matmul is kept."""
+    """Early stop cannot end compiled code half-way, so `full` and `attn` replay their last matmul
+    too; but `cheap` and `qkv` keep the result of a region that ends in a matmul."""
 
     def multiplied(policy: str) -> int:
         """FLOPs of the linear layers in a step."""
@@ -160,9 +160,14 @@ def test_compiled_blocks_multiply_no_more_than_they_say(policy):
     config = tiny(recompute=policy, n_layers=3).config
     work = planner(config, seq_len=16).step(2).flops_and_bytes_by_op
     eager = (work.flops * work.times)[work.replayed & (work.attention == 0)].sum()
-    stops = {"full": 3, "full/2": 2, "full/3+nested": 3}.get(policy, 0)
-    last_matmul = 2 * 2 * 16 * config.d_ff * config.d_model
-    assert multiplied(policy) - multiplied("none") == eager + stops * last_matmul
+    stops, width = {
+        "full": (3, config.d_ff),
+        "full/2": (2, config.d_ff),
+        "full/3+nested": (3, config.d_ff),
+        "attn": (3, config.d_model),
+    }.get(policy, (0, 0))
+    last_matmuls = stops * 2 * 2 * 16 * width * config.d_model
+    assert multiplied(policy) - multiplied("none") == eager + last_matmuls
 
 
 @pytest.mark.gpu

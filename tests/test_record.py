@@ -103,15 +103,6 @@ def test_names_and_reasons(way, of, name, code, why, until):
         assert {s.block_index for s in found} == {1}
 
 
-@pytest.mark.parametrize("way", ["selective", "plain"])
-def test_names_do_not_come_from_the_text_of_the_source(way, monkeypatch):
-    """Another name of a local variable in memory/head.py changes nothing that a user sees."""
-    names = [storage.name for storage in record(way, "cpu", dropout=0.1).storages]
-    monkeypatch.setattr("linecache.getline", lambda *place: "renamed = something_else()")
-    storages = plan("cpu", 0.1).record(B, **WAYS[way]).storages
-    assert [storage.name for storage in storages] == names
-
-
 @pytest.mark.parametrize("path", [PurePosixPath, PureWindowsPath])
 def test_a_line_is_named_alike_on_each_system(path):
     folder, names = path("/a/mini"), ("model.py", "memory/head.py")
@@ -121,12 +112,14 @@ def test_a_line_is_named_alike_on_each_system(path):
         assert name_in_sources(str(other), sources) == ""
 
 
-@pytest.mark.parametrize("setting", ["cuda", "cpu"])  # (a CPU does not fuse attention)
+@pytest.mark.parametrize(  # (a CPU does not fuse attention)
+    "setting", rest_slow(["cuda", "cpu"], "cuda".__eq__)
+)
 @pytest.mark.parametrize("way", [*POLICIES, "groups"])
 def test_each_storage_of_a_block_has_a_name_of_its_own(way, setting):
     """In forward, in backward, and replayed: the same name as in forward."""
     storages = record(way, setting, dropout=0.1).storages
-    made = [s for s in storages if s.block_index == 1 and s.operator]
+    made = [s for s in storages if s.block_index == 1 and s.born and s.name != "inside of a kernel"]
     names = Counter((s.phase, s.replayed, s.name) for s in made)
     assert set(names.values()) == {1}
     assert all(re.search(r"\bblocks\.", s.name) for s in made)
@@ -161,7 +154,7 @@ FEW = [
 
 
 @pytest.mark.parametrize(
-    ("setting", "memory", "n_layers", "chunks"), rest_slow(FEW, FEW[1::3].__contains__), ids=str
+    ("setting", "memory", "n_layers", "chunks"), rest_slow(FEW, FEW[1::4].__contains__), ids=str
 )
 def test_few_tell_what_all_do(setting, memory, n_layers, chunks, monkeypatch):
     """To the byte, of blocks and of chunks, and the seconds; without chunks, by operators."""

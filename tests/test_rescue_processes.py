@@ -1,7 +1,7 @@
 """Several processes, one of which runs out of memory: torchrun starts all again, and deeper, and
 nothing else changes. And processes that have policies of their own from the start.
 
-Where a step runs out, and how: PLACES of tests/harness/shortage.py.
+Where a step runs out, and how: tests/harness/shortage.py.
 """
 
 import math
@@ -60,18 +60,16 @@ def restarted(
 @pytest.mark.parametrize(
     ("script", "flags", "faults", "restarts"),
     [
-        ("train_ddp", "--no-amp", "last:0:3", 1),
-        case("train_fsdp", "--no-amp", "anywhere:0:3", 1, marks=slow),
-        case("train_ddp", "--no-amp --grad-accum-steps=2", "buckets:0:2", 1, marks=slow),
-        case("train_ddp", "--no-amp --grad-accum-steps=2", "anywhere:1:2", 1, marks=slow),
-        case("train_ddp", FLOAT16, "last:0:1 last:1:1", 1, marks=slow),
-        case("train_fsdp", f"{SHAPE} --no-amp", "anywhere:1:1 anywhere:0:2:1", 2, marks=slow),
+        ("train_ddp", "--no-amp", "shortage:0:3", 1),
+        case("train_fsdp", "--no-amp", "shortage:0:3", 1, marks=slow),
+        case("train_ddp", "--no-amp --grad-accum-steps=2", "shortage:1:2", 1, marks=slow),
+        case("train_ddp", FLOAT16, "shortage:0:1 shortage:1:1", 1, marks=slow),
+        case("train_fsdp", f"{SHAPE} --no-amp", "shortage:1:1 shortage:0:2:1", 2, marks=slow),
         # (One restart: its first deeper policy is the smallest already.)
-        case("train_sp", f"{SHAPE} --no-amp --dropout=0", "anywhere:0:3", 1, marks=slow),
+        case("train_sp", f"{SHAPE} --no-amp --dropout=0", "shortage:0:3", 1, marks=slow),
     ],
 )
 def test_torchrun_starts_all_again_and_deeper(script, flags, faults, restarts, path):
-    """Wherever memory runs out: in the last backward, while DDP makes its buckets, anywhere."""
     result = restarted(path, faults, *flags.split(), script=script, restarts=3)
     lines = errors(result)  # (a process that ran out second may only see that the first is gone)
     assert result.returncode == 0 and restarts <= len(lines) <= 2 * restarts, result.stderr
@@ -89,8 +87,8 @@ def test_torchrun_starts_all_again_and_deeper(script, flags, faults, restarts, p
     ("faults", "flags"),
     [
         ("update:0:3", ""),  # some weights may have changed: it says nothing of the policy
-        ("anywhere:0:3", "--on-out-of-memory=stop"),
-        ("last:0:3", "--use-activation-checkpoint=qkv:1,attn"),  # none needs less
+        ("shortage:0:3", "--on-out-of-memory=stop"),
+        ("shortage:0:3", "--use-activation-checkpoint=qkv:1,attn"),  # none needs less
         ("kill:0:3", ""),
     ],
 )

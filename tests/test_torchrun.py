@@ -128,18 +128,6 @@ def test_every_policy_with_shards(which):
 BLOCK, POSITIONS, SHARED, ALL = 3280, 256, 544, 496 + 256 + 32 + 2 * 3280
 
 
-@slow
-def test_gradients_live_in_buckets_from_the_first_on(tmp_path):
-    """With accumulation, where they would be made beside DDP's buckets; and after --resume, where
-    AdamW's moments are there already. Three steps each."""
-    flags = "--no-amp --grad-accum-steps=2 --lr-scheduler=constant --warmup-steps=0".split()
-    for more in (["--num-steps=3"], ["--num-steps=6", "--resume"]):
-        result = torchrun(
-            tmp_path / "run.pt", *flags, *more, script="tests/harness/sharded.py buckets"
-        )
-        assert result.stdout.count(f"{4 * ALL} bytes, from the first on") == 2
-
-
 # Weights are gathered in forward, and those of blocks once more in backward (not for a replay);
 # gradients are dealt out, and squares of their norm are added up, in float64.
 EACH = [4 * BLOCK, 4 * BLOCK, 4 * POSITIONS, 4 * SHARED]

@@ -8,18 +8,19 @@ random numbers and counters that a recompute would draw or count again. memory/ 
 """
 
 import math
+import pickle
 import random
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.errors import MiniGPTError
 from memory import MemorySavingGPT, policies
@@ -28,7 +29,10 @@ from model import DRAWN_LAYERS, MiniGPT, MiniGPTConfig
 from .process import OneProcess
 
 CPU, FLOAT32 = torch.device("cpu"), torch.float32
-N_TOKENS = 8  # of a sequence of the small model
+# Size of the small model: at most so many tokens and ids, channels per head
+N_TOKENS, N_IDS, HEAD_SIZE = 64, 256, 4
+# The small model computes in float64, where its rounding errors are about 1e-15.
+ROUNDING = 1e-9
 PLAIN: dict[str, Any] = {"recompute": "none", "loss_chunks": 1, "mlp_chunks": 1}
 TensorByName = dict[str, Tensor]
 MakeModel = Callable[[MiniGPTConfig], MiniGPT]
@@ -83,8 +87,8 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
     Under a recompute policy losses, gradients and random states must be equal to the bit. The loss
     in chunks, the MLP in chunks and a shared sequence (train_sp.py) must be equal up to rounding.
     The small model has all layers and heads, but few channels, tokens and words. `precision`: dtype
-    of autocast; float32: no autocast. `model` may be on device "meta", and does not change. Random
-    states do not change. The processes of train_sp.py must call this together.
+    of autocast under a policy; float32: no autocast. `model` may be on device "meta", and does not
+    change. Random states do not change. The processes of train_sp.py must call this together.
 
     Raises MiniGPTError, which names the difference and a remedy.
     """
@@ -92,22 +96,27 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
     # On a GPU the fused attention kernels add in an order that varies from run to run.
     backend = sdpa_kernel(SDPBackend.MATH) if on_gpu else nullcontext()
     rng = torch.random.fork_rng([process.device] if on_gpu else [])
-    with rng, torch.enable_grad(), backend, ExitStack() as stack:
-        stack.callback(random.setstate, random.getstate())
-        with ValueReads() as reads:
+    with rng, torch.enable_grad(), backend:
+        with BranchesOnTensors() as branches:
             config, alone = small_config_and_step(model.config)
         saving, plain = partial(small_step, MemorySavingGPT), replace(config, **PLAIN)
+        second = small_step(MiniGPT, plain, batches=[1])["loss 1"]
+        if not torch.equal(alone["loss 1"], second):
+            raise MiniGPTError(
+                "model.py: forward remembers something of an earlier micro-batch (a counter, a "
+                "list, a generator of random numbers), which no snapshot has: a resumed run, or "
+                "more processes, would train another model"
+            )
         raise_if_different(
             "model.py: MemorySavingGPT computes other results than MiniGPT ({}): for a new "
             "head_loss use --loss-chunks 1; move a change of embed to MiniGPT.forward",
             alone,
-            saving(replace(config, recompute="none")),
+            partial(saving, replace(config, recompute="none")),
         )
-        decides = reads.read or alone["what Python draws next"].item() != random.Random(0).random()
-        if process.layout.world_size > 1 and decides:
+        if process.layout.world_size > 1 and branches.seen:
             raise MiniGPTError(
-                "model.py: forward decides by a random number or by a tensor's value, and each "
-                "process could decide otherwise: train_minimal.py can train it"
+                "model.py: an `if` of forward depends on a tensor, and each process could decide "
+                "otherwise: train_minimal.py can train it"
             )
         if process.layout.sp_degree > 1:
             check_shared_sequence(process, plain)
@@ -116,15 +125,15 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
                 "--mlp-chunks: the MLP half of model.py looks at other tokens ({}): use "
                 "--mlp-chunks 1",
                 alone,
-                saving(config),
+                partial(saving, config),
             )
         if config.recompute != "none":
-            step = partial(saving, device=process.device, precision=precision)
+            step = partial(saving, device=process.device, dtype=torch.float32, precision=precision)
             raise_if_different(
                 f"--use-activation-checkpoint {config.recompute}: model.py computes other results "
                 "with this policy than without ({}); see docs/change.md, or use the policy none",
                 step(plain),
-                step(replace(plain, recompute=config.recompute)),
+                partial(step, replace(plain, recompute=config.recompute)),
                 to_the_bit=True,
             )
 
@@ -134,39 +143,49 @@ def check_shared_sequence(process: OneProcess, plain: MiniGPTConfig) -> None:
     process. All of them must call this together. `plain`: config of the small model."""
     n_tokens = max(plain.max_position_embeddings, process.layout.sp_degree)
     ours = replace(plain, dropout=0.0, max_position_embeddings=n_tokens)
-    message = (
+
+    def mean_of_ranks() -> TensorByName:
+        """The loss is that of all ranks, and FSDP averages the gradients."""
+        ranks = process.all_gather_object(small_step(process.make_model, ours))
+        return {name: torch.stack([rank[name] for rank in ranks]).mean(0) for name in ranks[0]}
+
+    raise_if_different(
         "model.py computes other results if processes share each sequence ({}): mix tokens only in "
-        "Attention.attend, which gets some of the heads; or use train_fsdp.py"
+        "Attention.attend, which gets some of the heads; or use train_fsdp.py",
+        small_step(MiniGPT, ours),
+        mean_of_ranks,
     )
-    try:
-        mine = small_step(process.make_model, ours)
-    except RuntimeError as error:  # of shapes, for example of grouped heads
-        raise MiniGPTError(message.format(str(error).partition("\n")[0])) from error
-    # The loss is that of all ranks, and FSDP averages the gradients.
-    ranks = process.all_gather_object(mine)
-    mean = {name: torch.stack([rank[name] for rank in ranks]).mean(0) for name in mine}
-    raise_if_different(message, small_step(MiniGPT, ours), mean)
 
 
-class ValueReads(TorchDispatchMode):
-    """Context that notes in `read` whether Python reads the value of a tensor."""
+class BranchesOnTensors(TorchFunctionMode):
+    """Context that notes in `seen` whether Python asks if a tensor is true, as `if` does."""
 
-    read = False
+    seen = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.read |= func is torch.ops.aten._local_scalar_dense.default
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= func is Tensor.__bool__
         return func(*args, **(kwargs or {}))
 
 
 def raise_if_different(
-    message: str, expected: TensorByName, found: TensorByName, to_the_bit: bool = False
+    message: str,
+    expected: TensorByName,
+    step: Callable[[], TensorByName],
+    to_the_bit: bool = False,
 ) -> None:
-    """Raise MiniGPTError if a tensor is missing in `found`, or differs by more than the rounding of
-    float32 (`to_the_bit`: or at all). `message`: {} stands for the name of the first such tensor.
-    """
+    """Raise MiniGPTError if `step` fails, or if a tensor is missing in its result, or differs by
+    more than ROUNDING (`to_the_bit`: or at all). `message`: {} stands for the error, or for the
+    name of the first such tensor."""
     largest = max(tensor.abs().max().item() for tensor in expected.values())
-    close = partial(torch.allclose, rtol=1e-4, atol=1e-5 * largest)
+    close = partial(torch.allclose, rtol=ROUNDING, atol=ROUNDING * largest)
     same = torch.equal if to_the_bit else close
+    try:
+        found = step()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever lines of model.py raise that ran without the technique
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise MiniGPTError(message.format(why)) from error
     for name in expected | found:
         if not (name in expected and name in found and same(expected[name], found[name])):
             raise MiniGPTError(message.format(f"{name} differs"))
@@ -184,11 +203,11 @@ def small_config_and_step(config: MiniGPTConfig) -> tuple[MiniGPTConfig, TensorB
     n_tokens = 2 * policies.CHUNK_MULTIPLE if config.mlp_chunks != 1 else N_TOKENS
     few = replace(
         config,
-        vocab_size=min(64, config.vocab_size),
+        vocab_size=min(N_IDS, config.vocab_size),
         max_position_embeddings=min(n_tokens, config.max_position_embeddings),
         mlp_chunks=min(config.mlp_chunks or 2, 2),
     )
-    d_model = min(8, config.d_model // config.n_heads) * config.n_heads
+    d_model = min(HEAD_SIZE, config.d_model // config.n_heads) * config.n_heads
     narrow = replace(few, d_model=d_model, d_ff=math.ceil(config.d_ff * d_model / config.d_model))
     try:
         return narrow, small_step(MiniGPT, replace(narrow, **PLAIN))
@@ -200,27 +219,42 @@ def small_step(
     make: MakeModel,
     config: MiniGPTConfig,
     device: torch.device = CPU,
+    dtype: torch.dtype = torch.float64,
     precision: torch.dtype = FLOAT32,
+    batches: Sequence[int] = (0, 1),
 ) -> TensorByName:
-    """Run forward and backward of two micro-batches of the model that `make` makes. Return the
-    losses, the gradients that exist, and the random numbers that would be drawn next."""
-    model, ids, labels = small_model_and_batch(make, config, device)
-    results, amp = TensorByName(), precision != FLOAT32
-    torch.manual_seed(0)
-    random.seed(0)
-    for i, batch in enumerate((ids, ids.flip(0))):
+    """Run forward and backward of these micro-batches of the model that `make` makes. Return the
+    losses, the gradients that exist, and the random number that torch would draw next. Raises
+    MiniGPTError if other random numbers are drawn."""
+    model, *rows = small_model_and_batch(make, config, device, dtype)
+    results, amp, others = TensorByName(), precision != FLOAT32, other_random_states()
+    for i in batches:
+        ids, labels = (tensor.roll(i, 1) for tensor in rows)
+        torch.manual_seed(i)
         with torch.autocast(device.type, precision if amp else None, amp, cache_enabled=False):
-            loss = model(batch, labels)
+            loss = model(ids, labels)
         loss.backward()
         results[f"loss {i}"] = loss.detach()
+    if other_random_states() != others:
+        raise MiniGPTError(
+            "model.py: forward draws random numbers of Python or numpy, whose state no snapshot "
+            "has: draw torch's"
+        )
     named = ((name, weight.grad) for name, weight in model.named_parameters())
     results |= {f"the gradient of {name}": grad for name, grad in named if grad is not None}
-    results["what torch draws next"] = torch.rand((), device=device)
-    return results | {"what Python draws next": torch.tensor(random.random(), dtype=torch.float64)}
+    return results | {"what torch draws next": torch.rand((), device=device)}
+
+
+def other_random_states() -> bytes:
+    """Return the states of the random number generators of Python and numpy."""
+    return pickle.dumps((random.getstate(), numpy.random.get_state()))
 
 
 def small_model_and_batch(
-    make: MakeModel, config: MiniGPTConfig, device: torch.device = CPU
+    make: MakeModel,
+    config: MiniGPTConfig,
+    device: torch.device = CPU,
+    dtype: torch.dtype = FLOAT32,
 ) -> tuple[MiniGPT, Tensor, Tensor]:
     """Return the model that `make` makes, with random weights, ids and labels, both (2, T). One
     label is ignored."""
@@ -228,5 +262,7 @@ def small_model_and_batch(
     model = make(config).train()
     for weight in model.parameters():  # no weight is 0 or 1, so each has an effect
         weight.data.add_(0.1 * torch.randn_like(weight))
-    ids = torch.arange(2 * config.max_position_embeddings).view(2, -1) % config.vocab_size
-    return model.to(device), ids.to(device), ids.where(ids > 0, -100).to(device)
+    ids = torch.randint(config.vocab_size, (2, config.max_position_embeddings))
+    labels = ids.roll(-1, 1)
+    labels[0, 0] = -100
+    return model.to(device, dtype), ids.to(device), labels.to(device)

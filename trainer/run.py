@@ -178,7 +178,7 @@ def retry_on_out_of_memory(run: Run, accumulate: Callable[[Run], list[Tensor]]) 
             if run.settings.on_out_of_memory == "stop" or not is_out_of_memory(error):
                 raise
             if run.process.layout.kind != "one":
-                # If torchrun starts the processes again, `policy_after_out_of_memory` reads this.
+                # If torchrun starts the processes again, `plan_on_this_rank` reads this.
                 run.process.remember_failed_policy(run.model.config.recompute)
                 raise
         # Call these after the `except` block. Inside the block, the error's traceback would keep

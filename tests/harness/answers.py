@@ -55,7 +55,6 @@ def ask(flags: str = "--device cuda --memory-budget 1GiB") -> Answer:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: False)
         patch.setattr("memory.offload.MIN_OFFLOAD_BYTES", 1)
-        patch.setattr("planner.step.MIN_OFFLOAD_BYTES", 1)
         path, out = Path(folder, "plan.json"), StringIO()
         with redirect_stdout(out):
             assert plan_memory.main([*words(flags), "--json", str(path)]) == 0

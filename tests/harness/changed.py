@@ -168,6 +168,14 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
         ),
         ("self.attn = Attention(config)", "self.attn = CappedAttention(config)"),
     ],
+    "looks": [  # at values, for a log; and makes one-hot vectors
+        (
+            ADD,
+            "        self.last_norm = x.norm().item()\n"
+            "        x = x + 0.1 * F.one_hot(x.detach().argmax(-1), x.size(-1)).to(x.dtype)\n"
+            + ADD,
+        )
+    ],
     "two_tables": [  # an additional embedding table, of the ids modulo 7
         (TABLE, TABLE + "\n        self.pair_embedding = nn.Embedding(7, config.d_model)"),
         (SUM, SUM[:-1] + " + self.pair_embedding(input_ids % 7))"),
@@ -267,15 +275,30 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
     ),
     "rare_drop_path": (
         REPLAYED,
-        "",
+        "qkv",
         [(ADD, f"        if torch.rand(()) > 0.99:\n            return x\n{ADD}")],
     ),
-    "pythons_drop_path": (
-        REPLAYED,
-        REPLAYED,
+    # Random numbers and a memory of earlier micro-batches, which a resumed run would not have.
+    **{
+        f"{name}_drop_path": (
+            f"{FINER} {REPLAYED}",
+            f"{FINER} {REPLAYED}",
+            [
+                ("import math\n", f"import math\nimport {name} as other\n"),
+                (ADD, f"        if other.{draw}() > 0.999:\n            return x\n{ADD}"),
+            ],
+        )
+        for name, draw in {"random": "random", "numpy": "random.rand"}.items()
+    },
+    "list": (
+        f"{FINER} {REPLAYED}",
+        f"{FINER} {REPLAYED}",
         [
-            ("import math\n", "import math\nimport random as python\n"),
-            (ADD, f"        if python.random() > 0.99:\n            return x\n{ADD}"),
+            (C_FC, f"{C_FC}        self.calls = []\n"),
+            (
+                DOWN,
+                f"self.calls.append(1)\n        return self.c_proj(len(self.calls) * {ACTIVATION})",
+            ),
         ],
     ),
     "dropout_inside": (
@@ -313,7 +336,7 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
             (
                 "        return F.cross_entropy(",
                 "        z = F.linear(x, weight).float().logsumexp(-1).square().mean()\n"
-                "        return 1e-4 * z + F.cross_entropy(",
+                "        return 1e-5 * z + F.cross_entropy(",
             )
         ],
     ),

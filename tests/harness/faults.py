@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Container
 from contextlib import nullcontext, suppress
-from functools import cache, partial
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -131,7 +131,7 @@ STEP_FAULTS: dict[str, Act] = {
     "silence": lambda run: setattr(run, "last_log_time", run.last_log_time - 60),
     "cuda-oom": raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")),
     "oom": no_more_memory,
-    **{place: partial(shortage.strike, place) for place in shortage.PLACES},
+    "shortage": shortage.strike,
     "update": lambda run: setattr(run.optimizer, "step", raising(RuntimeError(shortage.ERROR))),
 }
 

@@ -43,7 +43,6 @@ def shared(key: tuple, make: Any) -> Planner:
         head.SOFTMAX_SLICE_ELEMENTS,
         optimizer.UPDATE_CHUNK_ELEMENTS,
         offload.MIN_OFFLOAD_BYTES,
-        step.MIN_OFFLOAD_BYTES,
     )
     changed += offload.MAX_COPIES_IN_FLIGHT, offload.prefetch_all
     key = *key, changed
@@ -93,15 +92,13 @@ def measured_peak(
     accumulate: int = 1,
     make_optimizer=adamw,
     seq_len: int = T,
-    by_ours: bool = False,
     ddp: bool = False,
     in_tree: bool = False,
 ) -> int:
     """Run real steps, and return the peak memory of a step in bytes.
 
-    torch's MemTracker measures the peak. With `by_ours`, our LiveStorages measures it instead.
-    LiveStorages also counts the buckets of DDP, and the CPU buffers of offload, whose sizes are
-    rounded up.
+    torch's MemTracker measures the peak. With `ddp`, our LiveStorages measures it instead, because
+    it also counts the buckets of DDP.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -109,8 +106,7 @@ def measured_peak(
 
     def step() -> None:
         for i in range(accumulate):
-            if not by_ours:
-                tracker.reset_mod_stats()
+            tracker.reset_mod_stats()
             rows = torch.randint(config.vocab_size, (batch_size, seq_len + 1))
             ids, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
             del rows
@@ -127,15 +123,14 @@ def measured_peak(
         optimizer.step()
         optimizer.zero_grad(set_to_none=not ddp)  # as train_minimal.train_step does
 
-    with storages if by_ours else nullcontext():
+    with storages if ddp else nullcontext():
         wrapped = model = MemorySavingGPT(config).train()
         optimizer = make_optimizer(model)
         gradient_tree = GradientTree(model.parameters() if in_tree else (), accumulate)
         if ddp:
             wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-            step()  # (DDP makes its final buckets in the second step)
-        if by_ours:
             step()
+            step()  # (DDP makes its final buckets in the second step)
             storages.peak = storages.now
             step()
             return storages.peak

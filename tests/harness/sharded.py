@@ -1,25 +1,19 @@
-"""Run a check in several processes. These tests use it: test_torchrun.py, test_sequence.py,
-test_shards.py and test_changed_model.py.
+"""Run a check in several processes. These tests use it: test_torchrun.py, test_sequence.py
+and test_changed_model.py.
 
 steps            train_fsdp.py trains the same weights as train_ddp.py, to the bit
 together         train_sp.py trains the same weights as one process, up to rounding in float64; with
                  every policy it trains the same weights, to the bit
 changed          with a changed model.py, all trainers for several processes train the same weights
                  as one process
-memory           train_fsdp.py: process 0 writes the measured peaks of CASES to a file
-memory_together  train_sp.py: process 0 writes the measured peaks of LONG_CASES to a file
-buckets          train_ddp.py stores its gradients in DDP's buckets, and nowhere else
 """
 
 import gc
-import json
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 from unittest.mock import patch
 
 from data.errors import MiniGPTError
@@ -28,15 +22,11 @@ sys.path[:0] = map(str, Path(__file__).parents[1:3])
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from cases.shapes import CONFIG, WIDE, T  # noqa: E402
 from harness.changed import put_in  # noqa: E402
-from harness.live_storages import LiveStorages  # noqa: E402
 from harness.runs import TINY, parse, same  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
-from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
-import train_ddp  # noqa: E402
 from memory import POLICY_NAMES, offload, policies  # noqa: E402
 from model import MiniGPT, MiniGPTConfig  # noqa: E402
 from train_ddp import DDPProcess  # noqa: E402
@@ -46,7 +36,7 @@ from trainer.check_model import check_model, make_model_without_memory  # noqa: 
 from trainer.optimizer import make_optimizer  # noqa: E402
 from trainer.process import OneProcess  # noqa: E402
 from trainer.reproducible_sums import GradientTree  # noqa: E402
-from trainer.settings import ROWS, Settings  # noqa: E402
+from trainer.settings import ROWS  # noqa: E402
 from trainer.torchrun import main_and_exit  # noqa: E402
 
 SETTINGS = parse(*TINY, "--n-heads=4")
@@ -280,170 +270,13 @@ def changed(sp: SPProcess, *names: str) -> str:
     return "as one"
 
 
-# ---- memory
-
-
-class Case(NamedTuple):
-    config: MiniGPTConfig
-    batch_size: int
-    dtype: torch.dtype = torch.float32
-    micro_batches: int = 1
-    settings: Settings = SETTINGS  # of the optimizer
-    seq_len: int = T
-    gather: str = "float32"
-
-
-FULL, CHEAP = (replace(WIDE, recompute=policy) for policy in ("full", "cheap"))
-CASES = {
-    "full, large head": Case(replace(CONFIG, recompute="full"), 16),
-    "full": Case(FULL, 24),
-    "cheap, bfloat16": Case(CHEAP, 24, torch.bfloat16),
-    "none, accumulated": Case(WIDE, 4, micro_batches=2),
-    "little but weights": Case(FULL, 1),
-    "dropout": Case(replace(WIDE, dropout=0.1), 8),
-    "offloaded": Case(replace(FULL, recompute="full+offload"), 24),
-    "Muon": Case(WIDE, 8, settings=SETTINGS.replace(optimizer="muon")),
-    "bfloat16 moments": Case(WIDE, 8, settings=SETTINGS.replace(moments_dtype="bfloat16")),
-    "nested": Case(replace(WIDE, n_layers=5, recompute="full/2+nested"), 24),
-    "many positions": Case(replace(CHEAP, max_position_embeddings=4096), 8),
-    "rounded": Case(
-        replace(WIDE, max_position_embeddings=64), 24, torch.bfloat16, gather="bfloat16"
-    ),
-    "little but weights, rounded": Case(FULL, 1, torch.bfloat16, gather="bfloat16"),
-    "little but weights, in a tree": Case(FULL, 1, micro_batches=4, settings=IN_TREE),
-    "in a tree": Case(WIDE, 4, micro_batches=4, settings=IN_TREE),
-    "rounded, in a tree": Case(CHEAP, 8, torch.bfloat16, 8, gather="bfloat16", settings=IN_TREE),
-    "cheap, rounded, accumulated": Case(CHEAP, 8, torch.bfloat16, 2, gather="bfloat16"),
-    "nested, rounded": Case(
-        replace(WIDE, recompute="full/3+nested"), 24, torch.bfloat16, gather="bfloat16"
-    ),
-    "one block": Case(replace(WIDE, n_layers=1), 16),
-}
-
-
-def long_case(seq_len: int, recompute: str, **changes: int) -> Case:
-    long: dict = {"max_position_embeddings": seq_len, "n_heads": 4, "recompute": recompute}
-    return Case(replace(WIDE, **long | changes), 1, torch.bfloat16, seq_len=seq_len)
-
-
-# Cases for train_sp.py, which also shards tokens and heads.
-LONG_CASES = {
-    "once": long_case(512, "full"),
-    "twice": long_case(1024, "full"),
-    "none": long_case(501, "none", **UNEVEN)._replace(batch_size=4),
-    "sdpa": long_case(501, "sdpa", **UNEVEN),
-    "nested": long_case(501, "full/2+nested", **UNEVEN),
-}
-
-
-class Storages(LiveStorages):
-    """Count live storages, and read the size of every storage again before and after each operator.
-
-    This is necessary because fully_shard frees and allocates the memory of a weight's storage
-    without an operator.
-    """
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor then calls this operator for its local tensor
-        self.count_tensors()
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def count_tensors(self, *tensors: object) -> None:
-        for leaf in tree_leaves(tensors):
-            if isinstance(leaf, Tensor):
-                self.add(leaf.untyped_storage())
-        storages = [reference() for reference in list(self.alive.values())]
-        now = sum(storage.nbytes() for storage in storages if storage is not None)
-        self.peak = max(self.peak, now)
-
-
-def measure(process: FSDPProcess, case: Case) -> int:
-    """Return the peak memory of this process in a step, in bytes."""
-
-    def draw() -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            yield tuple(torch.randint(case.config.vocab_size, (2, case.batch_size, case.seq_len)))
-
-    process.gather_dtype, in_tree = case.gather, case.settings.reproducible_sums
-    process.reproducible_sums = in_tree
-    model, batches = new_model(process, case.config), draw()
-    optimizer = make_optimizer(model, case.settings, process.device, torch.float32)
-    process.wrap(model, case.settings)
-    tree = GradientTree(model.parameters() if in_tree else (), case.micro_batches)
-
-    def step() -> None:
-        train_step(process, model, optimizer, batches, tree, case.dtype)
-
-    step()
-    step()
-    state = [p.detach() for p in model.parameters()], [*optimizer.state.values()]
-    there = tree_map_only(DTensor, DTensor.to_local, state)
-    peaks = []
-    for _ in range(5):  # a thread of gloo may free a buffer too late: take the minimum
-        storages = Storages()
-        storages.count_tensors(there)
-        with storages:
-            step()
-        peaks.append(storages.peak)
-    return min(peaks)
-
-
-def memory(process: FSDPProcess, path: str, *names: str) -> str:
-    cases = LONG_CASES if process.script == "train_sp.py" else CASES
-    measured = {name: measure(process, cases[name]) for name in names}
-    if process.rank == 0:
-        Path(path).write_text(json.dumps(measured))
-    dist.barrier()
-    os._exit(0)
-
-
-# ---- buckets
-
-
-def buckets(words: list[str]) -> int:
-    """Run train_ddp.py for three steps of two micro-batches. Check that no gradient is in memory
-    beside DDP's buckets.
-
-    After the micro-batch that averages gradients, all gradients are in DDP's buckets. So the check
-    is that they are in the same storages after every other micro-batch, too. The storages change
-    once: DDP makes its final buckets in the first forward of the second step.
-    """
-    # Before and after each micro-batch: address of a storage with gradients -> bytes.
-    seen: list[dict[int, int]] = []
-    sync_gradients = DDPProcess.gradient_sync
-
-    def look(process: DDPProcess) -> None:
-        storages = [p.grad.untyped_storage() for p in process.wrapper.parameters()]
-        seen.append({storage.data_ptr(): storage.nbytes() for storage in storages})
-
-    @contextmanager
-    def watched(process, enabled):
-        look(process)
-        with sync_gradients(process, enabled):
-            yield
-        look(process)
-
-    with patch.object(DDPProcess, "gradient_sync", watched):
-        code = train_ddp.main(words)
-    first, final, n_bytes = seen[1:4:2], seen[5::2], sum(seen[1].values())
-    assert first == 2 * first[:1] and final == 4 * final[:1], "gradients beside DDP's buckets"
-    assert sum(seen[4].values()) < n_bytes / 10, "the first buckets are there beside the final"
-    print(f"{n_bytes} bytes, from the first on")
-    return code
-
-
 def main() -> int:
     _, what, *words = sys.argv
-    if what == "buckets":
-        return buckets(words)
     offload.MIN_OFFLOAD_BYTES = 1  # offload moves every tensor
     policies.CHUNK_MULTIPLE = 4  # tokens; small, because the sequences here are short
     torch.set_num_threads(1)
     act, kind = {
         "steps": (steps, FSDPProcess),
-        "memory": (memory, FSDPProcess),
-        "memory_together": (memory, SPProcess),
         "together": (together, SPProcess),
         "changed": (changed, SPProcess),
     }[what]

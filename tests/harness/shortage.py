@@ -1,7 +1,7 @@
 """Make a step run out of memory at a chosen operator of its forward or backward."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from unittest.mock import patch
 
@@ -22,20 +22,16 @@ Place = tuple[int | None, bool]
 class Shortage(LiveStorages):
     """Dispatch mode that raises `ERROR` before operator number `at` or, with `after`, after it.
 
-    `at` None: only count operators. `counts()` returns whether the next operator counts.
+    `at` None: only count operators.
     """
 
-    def __init__(
-        self, at: int | None, after: bool = False, counts: Callable[[], bool] = lambda: True
-    ):
+    def __init__(self, at: int | None, after: bool = False):
         super().__init__()
-        self.at, self.after, self.counts, self.operators = at, after, counts, 0
+        self.at, self.after, self.operators = at, after, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor then calls this operator for its local tensor
-        if not self.counts():
-            return func(*args, **(kwargs or {}))
         self.operators += 1
         if self.operators == self.at and not self.after:
             raise RuntimeError(ERROR)
@@ -53,43 +49,21 @@ def running_out(step: int, *places: Place) -> Iterator[list[Shortage]]:
     left = iter(modes)
 
     def attempt(run: Run) -> list[torch.Tensor]:
-        mode = next(left, None) if run.step == step else None
-        if mode is None:
+        with (next(left, None) if run.step == step else None) or nullcontext():
             return accumulate(run)
-        # A failed attempt may leave dispatch modes of checkpoints open until its frames are freed.
-        # `mode` must end after these modes. Otherwise torch 2.9 believes that a mode is still open,
-        # and compiles nothing.
-        opened.enter_context(mode)
-        losses = accumulate(run)
-        opened.close()
-        return losses
 
-    with ExitStack() as opened, patch.object(train_minimal, "accumulate", attempt):
+    with patch.object(train_minimal, "accumulate", attempt):
         yield modes
 
 
-# Where one of several processes can run out of memory in a step, and at which of these operators:
-# buckets    before the first forward. In the second step DDP makes its final buckets there: the
-#            processes agree on them, allocate them, and copy existing gradients
-# last       in the last backward, in which DDP averages gradients
-# anywhere   of the step
-PLACES = {"buckets": 30, "last": 40, "anywhere": 60}
-
-
-def strike(place: str, run: Run) -> None:
-    """Make this process run out of memory at `place` of the next step, which ends its run."""
-    real, calls = train_minimal.accumulate, list[str]()
-    run.model.register_forward_pre_hook(lambda *_: calls.append("begins"))
-    run.model.register_forward_hook(lambda *_: calls.append("ended"))
-
-    def counts() -> bool:
-        last = calls.count("ended") == run.settings.grad_accum_steps
-        return {"buckets": not calls, "last": last}.get(place, True)
+def strike(run: Run) -> None:
+    """Make one of several processes run out of memory in the next step, which ends its run."""
+    real = train_minimal.accumulate
 
     def accumulate(run: Run) -> list[torch.Tensor]:
-        with Shortage(PLACES[place], counts=counts):
+        with Shortage(60):
             real(run)
-        raise AssertionError(f"step {run.step} has fewer operators {place}")
+        raise AssertionError(f"step {run.step} has fewer operators")
 
     train_minimal.accumulate = accumulate
 
