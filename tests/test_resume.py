@@ -282,7 +282,7 @@ def test_a_text_that_has_moved_is_gone_on_with_and_one_that_was_edited_is_refuse
     other.write_text(text.read_text() + "another one\n")
     moved = text.rename(text.with_name("moved.txt"))
     refused = {
-        (): f"--train-data {text}: no such file or folder\n",
+        (): f"--train-data {text}: no such file or folder",
         (f"--train-data={other}",): r"--train-data: .* \(--train-data\); the data must",
     }
     for words, says in refused.items():
