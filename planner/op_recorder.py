@@ -42,7 +42,8 @@ class Storage:
     device: torch.device
     born: int  # number of the operator that made it, from 1 on; 0: existed before the step
     died: float = math.inf  # number of the last operator before it was freed; inf: not freed
-    line: str = ""  # the line that called the operator that made it: "model.py:87"
+    operator: str = ""  # name of the operator that made it: "addmm"
+    line: str = ""  # the line that called this operator: "model.py:87"
     phase: str = ""  # forward, head, backward or optimizer
     block_index: int | None = None  # index of the block that ran when it was made
     replayed: bool = False  # made by the recomputation of an activation checkpoint
@@ -169,7 +170,8 @@ class OpRecorder(TorchDispatchMode):
         if schema.name in EMPTY and results[0].numel() == 0:
             return  # the empty tensor that torch 2.11's activation checkpoint makes
         site = self.sources.current(*place[1:]) if self.sources else UNKNOWN_SITE
-        storages = [self.add_storage(tensor, not schema.is_view, site) for tensor in results]
+        operator = "" if schema.is_view else func.__name__
+        storages = [self.add_storage(tensor, operator, site) for tensor in results]
         if schema.is_view:
             self.ops.append(Op("", place, site, replayed=self.is_replaying))
             return
@@ -213,19 +215,21 @@ class OpRecorder(TorchDispatchMode):
     # ---- storages
 
     def add_storage(
-        self, tensor: Tensor, is_made: bool = False, source: CallSite = UNKNOWN_SITE
+        self, tensor: Tensor, operator: str = "", source: CallSite = UNKNOWN_SITE
     ) -> Storage:
         """Return the `Storage` of a tensor; add it if it is new.
 
         A view, or the result of an in-place operator, uses a storage that was added before. A
-        storage is freed with its last tensor. `is_made`: the operator that is being recorded makes
-        the storage, called from `source`. False: the storage exists already.
+        storage is freed with its last tensor. `operator`: name of the operator that is being
+        recorded and makes the storage; "": the storage exists already. `source`: call site of this
+        operator.
         """
         memory = tensor.untyped_storage()
         address = memory._cdata
         if address in self.live_storages:
             return self.live_storages[address][1]
-        storage = new_storage(tensor, self.n_ops + is_made)
+        storage = new_storage(tensor, self.n_ops + bool(operator))
+        storage.operator = operator.split(".")[0]  # "addmm.default" -> "addmm"
         _, storage.phase, storage.block_index = self.phase_marks[-1]
         storage.replayed = self.is_replaying
         storage.line = source.file_and_line
@@ -383,10 +387,7 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
     # autograd.Function alive, such as the head's node.)
     graph = get_gradient_edge(result)
     del result
-    kept = [
-        storage
-        for storage in log.storages
-        if storage.born and storage.died == math.inf and storage.device.type == weight.device.type
-    ]
+    alive = [storage for storage in log.storages if storage.died == math.inf]
+    kept = [s for s in alive if s.operator and s.device.type == weight.device.type]
     del graph
     return kept
