@@ -9,6 +9,7 @@ import errno
 import os
 import random
 import re
+import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -138,8 +139,8 @@ def test_whatever_runs_of_one_second_and_a_kill_have_left_is_kept(runs, survived
             calls = iter(renames)
             killed = patch.object(os, "replace", lambda *names, calls=calls: next(calls)(*names))
             with killed, suppress(Injected):
-                rename_older_run(path)
-            rename_older_run(path)
+                rename_older_run(path, files_of_run(path))
+            rename_older_run(path, files_of_run(path))
             assert not any(file.exists() for file in files_of_run(path))
         there = [*Path(folder).iterdir()]
         assert all(file.name.startswith("run.2001-09-09-014640") for file in there)  # -2, -3
@@ -170,3 +171,24 @@ def test_what_a_kill_has_left_is_kept_and_gone_on_with(path, tmp_path, capsys, l
     assert len(commands) == goes_on
     for old in map(Path, commands):
         assert train_here(old, "--resume", "--num-steps=3") == 0 and snapshot(old)["step"] == 3
+
+
+@pytest.mark.parametrize("fault", ["copied", "damaged"])
+def test_a_resume_takes_no_files_of_another_run(path, tmp_path, capsys, fault):
+    """A snapshot was copied here, or this run's is damaged and another one's is beside it."""
+    other, n = tmp_path / "other.pt", "--save-interval=1"
+    assert train_here(path, "--num-steps=2", n) == train_here(other, "--num-steps=3", n) == 0
+    if fault == "copied":
+        shutil.copy(other, path)
+    else:
+        path.write_bytes(b"?")
+        shutil.copy(sibling_path(other, ".prev.pt"), sibling_path(path, ".prev.pt"))
+    theirs = {file: file.read_bytes() for file in files_of_run(path)[1:4] if file.is_file()}
+    if fault == "damaged":
+        del theirs[sibling_path(path, ".prev.pt")]
+    capsys.readouterr()
+    assert train_here(path, "--resume", "--num-steps=5", n) == 0
+    assert f"note     the files of another run at {path} become those of" in capsys.readouterr().out
+    assert min(record["step"] for record in metrics(path)) == (4 if fault == "copied" else 3)
+    kept = [file.read_bytes() for file in tmp_path.glob("run.2*")]
+    assert sorted(kept) == sorted(theirs.values()) and len(theirs) >= 2

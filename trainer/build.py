@@ -328,7 +328,9 @@ def archive_and_open_logs(run: Run) -> None:
     settings, path, say = run.settings, run.settings.checkpoint_path, run.process.print0
     if run.process.rank > 0:
         return
-    if run.step == 0 and (renamed := rename_older_run(path)):
+    id_ = run.snapshot_metadata["run"]
+    others = resume.files_of_other_runs(path, id_) if run.step else files_of_run(path)
+    if renamed := rename_older_run(path, others):
         has_snapshot = any(map(os.path.exists, files_of_run(renamed)[:3]))
         go_on = f"; to go on with that one: --resume --checkpoint-path {shlex.quote(str(renamed))}"
         say(

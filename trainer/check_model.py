@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from data.errors import MiniGPTError
 from memory import MemorySavingGPT, policies
 from model import DRAWN_LAYERS, MiniGPT, MiniGPTConfig
+from planner import Layout
 
 from .process import OneProcess
 
@@ -34,6 +35,7 @@ N_TOKENS, N_IDS, HEAD_SIZE = 64, 256, 4
 # The small model computes in float64, where its rounding errors are about 1e-15.
 ROUNDING = 1e-9
 PLAIN: dict[str, Any] = {"recompute": "none", "loss_chunks": 1, "mlp_chunks": 1}
+GRADIENT_OF = "the gradient of "
 TensorByName = dict[str, Tensor]
 MakeModel = Callable[[MiniGPTConfig], MiniGPT]
 
@@ -118,6 +120,7 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
                 "model.py: an `if` of forward depends on a tensor, and each process could decide "
                 "otherwise: train_minimal.py can train it"
             )
+        check_parameters(model, process.layout, alone)
         if process.layout.sp_degree > 1:
             check_shared_sequence(process, plain)
         if config.mlp_chunks != 1:
@@ -136,6 +139,25 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
                 partial(step, replace(plain, recompute=config.recompute)),
                 to_the_bit=True,
             )
+
+
+def check_parameters(model: MiniGPT, layout: Layout, alone: TensorByName) -> None:
+    """Raise MiniGPTError for parameters with which DDP or FSDP would fail, or wait for ever.
+    `alone`: the step of a small model in one process."""
+    named = dict(model.named_parameters())
+    each = [w for block in model.blocks for w in block.parameters()]
+    unused = [n for n, w in named.items() if w.requires_grad and f"{GRADIENT_OF}{n}" not in alone]
+    if layout.gradients_persist and unused:
+        raise MiniGPTError(
+            f"model.py: {', '.join(unused)} gets no gradient, for which DDP would wait: remove it, "
+            "or use train_fsdp.py"
+        )
+    if layout.shard_degree > 1 and len({*each}) < len(each):
+        raise MiniGPTError("model.py: blocks share weights, which FSDP cannot shard: train_ddp.py")
+    if layout.shard_degree > 1 and (numbers := [n for n, w in named.items() if w.dim() == 0]):
+        raise MiniGPTError(
+            f"model.py: FSDP cannot shard the number {', '.join(numbers)}: give it shape (1,)"
+        )
 
 
 def check_shared_sequence(process: OneProcess, plain: MiniGPTConfig) -> None:
@@ -241,7 +263,7 @@ def small_step(
             "has: draw torch's"
         )
     named = ((name, weight.grad) for name, weight in model.named_parameters())
-    results |= {f"the gradient of {name}": grad for name, grad in named if grad is not None}
+    results |= {GRADIENT_OF + name: grad for name, grad in named if grad is not None}
     return results | {"what torch draws next": torch.rand((), device=device)}
 
 

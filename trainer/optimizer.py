@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from model import MiniGPT
@@ -75,10 +75,11 @@ def make_param_groups(model: MiniGPT, settings: Settings) -> Groups:
     weight decay, because they have no reason to be small.
     """
     groups = defaultdict[tuple[str, bool], list[Tensor]](list)
-    for name, parameter in model.named_parameters():
-        is_matrix = parameter.dim() > 1
-        by_muon = settings.optimizer == "muon" and name.startswith("blocks.") and is_matrix
-        groups["muon" if by_muon else "adamw", is_matrix].append(parameter)
+    layers = [layer for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]
+    by_muon = {layer.weight for layer in layers if settings.optimizer == "muon"}
+    for parameter in model.parameters():
+        rule = "muon" if parameter in by_muon else "adamw"
+        groups[rule, parameter.dim() > 1].append(parameter)
     return [
         {"params": of_one, "rule": rule, "weight_decay": settings.weight_decay * is_matrix}
         for (rule, is_matrix), of_one in groups.items()

@@ -145,6 +145,7 @@ def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, A
         "eta_s": (settings.num_steps - run.step) * seconds,
         **peak_memory_fields(process.device),
         "recompute": run.model.config.recompute,
+        "run": run.snapshot_metadata["run"],
     }
 
 

@@ -10,10 +10,18 @@ from torch import nn
 from planner import Layout
 
 from .flags import flag
+from .metrics import read_metrics
 from .optimizer import restore_optimizer
 from .process import OneProcess
 from .settings import EXCLUSIVE_FLAGS, ROWS, Rule, S, Settings, names_with, resolve
-from .snapshot import LoadedSnapshot, SnapshotError, State, files_of_run, read_snapshot
+from .snapshot import (
+    LoadedSnapshot,
+    SnapshotError,
+    State,
+    files_of_run,
+    read_snapshot,
+    run_of_snapshot,
+)
 
 
 def load_newest(path: Path) -> LoadedSnapshot:
@@ -48,6 +56,16 @@ def load_own_run(path: Path, run_id: str) -> LoadedSnapshot | None:
     except SnapshotError:  # no file, or none of this run
         return None
     return newest if newest.state["run"] == run_id else None
+
+
+def files_of_other_runs(path: Path, run_id: str) -> list[Path]:
+    """Return the snapshots and the metrics beside `path` that the run `run_id` has not written. A
+    person may have copied a snapshot of another run to `path`."""
+    previous, best, metrics = files_of_run(path)[1:4]
+    there = [file for file in (previous, best) if file.is_file()]
+    others = [file for file in there if run_of_snapshot(file) not in ("", run_id)]
+    records = read_metrics(metrics) if metrics.is_file() else []
+    return others + [metrics] * any(record.get("run") != run_id for record in records)
 
 
 def with_saved_flags(settings: S, resumed: LoadedSnapshot) -> S:

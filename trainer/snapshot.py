@@ -80,6 +80,7 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
     with writing_atomically(path, sum(tensor.nbytes for tensor in tensors)) as temporary:
         with open(temporary, "w+b") as file:
             torch.save(state, file)
+            file.write(run_label(state.get("run", "")))
             file.write(checksum_line(file, file.tell()))
             file.flush()
             os.fsync(file.fileno())
@@ -99,6 +100,20 @@ def checksum_line(file: BinaryIO, end: int) -> bytes:
     while chunk := file.read(min(2**20, end - file.tell())):
         checksum = zlib.crc32(chunk, checksum)
     return f"crc32 {checksum:08x}".encode()
+
+
+def run_label(run: str) -> bytes:
+    """Return the bytes before the checksum: the id of the run that has written the file."""
+    return f"run {run:<32} ".encode()
+
+
+def run_of_snapshot(path: Path) -> str:
+    """Return the id of the run that has written a snapshot, without reading all of it; "" if the
+    file has none. Raises OSError."""
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - CHECKSUM_LINE_BYTES - len(run_label(""))))
+        label = file.read(len(run_label("")))
+    return label[4:].decode(errors="replace").strip() if label.startswith(b"run ") else ""
 
 
 @contextmanager
@@ -252,16 +267,16 @@ def claim(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
     return file
 
 
-def rename_older_run(path: Path) -> Path | None:
-    """Rename the files of an older run at `path`, so that a new run can use `path`. Return the new
-    path of its snapshot, or None if there is no older run.
+def rename_older_run(path: Path, files: list[Path]) -> Path | None:
+    """Rename those `files` at `path` that are of an older run, so that a run can use `path`. Return
+    the new path of its snapshot, or None if there is no older run.
 
     The new name, such as `run.2026-11-22-101500.pt`, contains the time of the older run's last save
     or, if it saved nothing, of its last log line. No file is deleted or overwritten: the user may
     only have forgotten --resume. (A run that is killed before its first log line leaves empty
     files, which do not count.)
     """
-    found = [f.lstat() for f in files_of_run(path) if os.path.lexists(f) and f.lstat().st_size]
+    found = [file.lstat() for file in files if os.path.lexists(file) and file.lstat().st_size]
     if not found:
         return None
     date = time.strftime(".%Y-%m-%d-%H%M%S", time.localtime(found[0].st_mtime))
@@ -269,7 +284,7 @@ def rename_older_run(path: Path) -> Path | None:
     # Rename the newest snapshot last: if this process dies halfway, the next run finds the snapshot
     # at `path`, and renames the rest.
     for file, renamed in reversed([*zip(files_of_run(path), files_of_run(aside), strict=True)]):
-        if os.path.lexists(file):
+        if file in files and os.path.lexists(file):
             os.replace(file, renamed)
     return aside
 
