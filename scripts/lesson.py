@@ -354,6 +354,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     n, code = args.exercise, 0
     if n is None:
+        if args.measure:
+            parser.error("--measure needs the number of an exercise")
         for number, section in sections().items():
             solution = f"{number}: {EXERCISES[number].solution()}"
             print(solution if args.solution else section.partition("\n")[0])
