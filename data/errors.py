@@ -1,5 +1,6 @@
 """The errors that end a run or a command with one line instead of a traceback."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,10 @@ class DataError(MiniGPTError):
 @contextmanager
 def errors_as_data_errors(path: Path, kind: str | None = None) -> Iterator[None]:
     """Convert an OSError to a DataError of one line that names `path`. If `kind` (of file) is what
-    a parser expects, convert every error of the parser."""
+    a parser expects, convert every error of the parser. Nor is anything but a file read: a pipe
+    would wait for ever."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise DataError(f"{path} is no file")
     try:
         yield
     except OSError as error:

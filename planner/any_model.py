@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from .operators import EMPTY, MATMUL_DTYPES
 from .simulate import (
     PlanError,
+    empty_function_caches,
     forward_and_backward,
     label_existing_storages,
     phase_hooks,
@@ -152,7 +153,8 @@ def simulate_step_memory(
             label_existing_storages(log, names, optimizer, {})
             for tensor in filter(torch.is_tensor, tree_leaves(batch)):
                 log.label_storage(tensor, "activations", "batch")
-            forward_and_backward(log, lambda: loss_in(model(*args, **kwargs)), precision, True)
+            with empty_function_caches(model):
+                forward_and_backward(log, lambda: loss_in(model(*args, **kwargs)), precision, True)
             label_existing_storages(log, names, optimizer, {})
             log.enter_phase("optimizer")
             with plan_errors("optimizer"):

@@ -7,6 +7,9 @@ file, and all that it imports, knows neither model.py nor memory/.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
+from inspect import isfunction
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ class PlanError(ValueError):
     """A step cannot be simulated. The message is one line, and begins with the part that cannot."""
 
 
+CACHED = type(cache(len))  # type of a function with a cache
 # Exception that code raises on fake tensors -> reason in the message of a PlanError
 REASON_BY_EXCEPTION: dict[type[Exception], str] = {
     DataDependentOutputException: "it needs the value of a tensor, and fake tensors have none",
@@ -100,6 +104,26 @@ def recording_simulated_ops(
                 math.inf,
             )
         yield log
+
+
+@contextmanager
+def empty_function_caches(model: nn.Module) -> Iterator[None]:
+    """Context in which `model` runs on fake tensors: before and after, empty the caches
+    (functools.cache) of functions in the files that define it. Otherwise the real model would find
+    a fake tensor in a cache, such as a table of cosines, or the fake model a real one."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    classes = {cls for cls in classes if not cls.__module__.startswith(("torch.", "builtins"))}
+    members = [member for cls in classes for member in vars(cls).values()]
+    files = [member.__globals__.values() for member in members if isfunction(member)]
+    caches = [f for f in chain(members, *files) if isinstance(f, CACHED)]
+    caches = [f for f in caches if f.__module__ in {cls.__module__ for cls in classes}]
+    try:
+        for function in caches:
+            function.cache_clear()
+        yield
+    finally:
+        for function in caches:
+            function.cache_clear()
 
 
 def forward_and_backward(

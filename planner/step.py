@@ -41,6 +41,7 @@ from .op_recorder import CallSiteTracker, OpRecorder
 from .record import StepRecord, build_step_record
 from .shards import add_shards, block_group_params, make_local_model
 from .simulate import (
+    empty_function_caches,
     forward_and_backward,
     label_existing_storages,
     patched,
@@ -355,7 +356,7 @@ class Planner:
                 log.label_storage(tensor, "activations", "token ids and labels")
             del tensor
             forward = partial(model, ids, labels)
-            with plan_errors("model.py cannot be planned", Exception):
+            with plan_errors("model.py cannot be planned", Exception), empty_function_caches(model):
                 loss = forward_and_backward(log, forward, self.precision, cache_enabled=False)
             del forward, ids, labels, batch  # freed before the update
             label_existing_storages(log, self.names, self.optimizer, self.sums)

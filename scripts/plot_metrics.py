@@ -40,7 +40,7 @@ def load(paths: list[Path]) -> Runs:
     """Read the records of each run. Raises MiniGPTError for a file that holds no records."""
     runs: Runs = {}
     for path in paths:
-        records = [r for r in read_metrics(path) if isinstance(r.get("step"), int)]
+        records = read_metrics(path)
         if not records:
             raise MiniGPTError(f"{path} has no line with a step in it: is it a metrics.jsonl?")
         name = path.name.removesuffix(".jsonl").removesuffix(".metrics")

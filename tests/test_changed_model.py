@@ -259,6 +259,15 @@ def test_a_prediction_that_fails_does_not_cost_the_run(tmp_path, change, capfd):
     assert says in refused(plan_memory.main(planned), capfd)
 
 
+@pytest.mark.usefixtures("plans_memory")
+def test_a_plan_leaves_no_fake_tensor_in_a_cache(tmp_path, change):
+    """Nor does it find a real one there: a run is planned, trains, and another one is planned."""
+    change("cached")
+    for name in "ab":
+        flags = f"--num-steps={ord(name) - 95}", "--use-activation-checkpoint=cheap"
+        assert train_here(tmp_path / f"{name}.pt", *flags) == 0
+
+
 # ---- operators that are others on a GPU
 
 

@@ -77,7 +77,8 @@ def test_resumed_equals_uninterrupted(kind, parts, last):
             code = broken(path, f"{fault}:0:{step}", *flags, words, **how)
             assert code == (143 if fault == "term" else None)
             with open(path.with_name("run.metrics.jsonl"), "a") as file:
-                file.write('{"step": 9, "train_lo')  # cut short by the crash
+                # No records of a run, and one that is cut short by the crash
+                file.write('{"step": null}\n{"step": "7"}\n' + "[" * 10**5 + '\n{"step": 9, "tr')
         code = resume_alone(path, last) if path.exists() else train_here(path, *kind, last)
         assert code == 0
         resumed, log = snapshot(path), metrics(path)

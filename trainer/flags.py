@@ -150,7 +150,7 @@ def snapshot_path(text: str) -> Path:
     "checkpoints/" or ".pt". (The text is checked, because Path would drop a slash at the end.)"""
     if os.path.basename(text) in ("", ".", "..", ".pt"):
         raise argparse.ArgumentTypeError(f"{text!r} is no name of a file, as checkpoints/run.pt")
-    return Path(text)
+    return Path(text).expanduser()  # (a shell leaves ~ in --flag=~/file)
 
 
 def output_file(text: str) -> Path:

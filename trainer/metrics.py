@@ -63,7 +63,7 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
     and the writer raise SaveError if they cannot write.
     """
     records = read_metrics(path) if resumed_step and path.exists() else []
-    kept = [r for r in records if r.get("step", math.inf) <= resumed_step]
+    kept = [r for r in records if r["step"] <= resumed_step]
     text = "".join(json.dumps(r) + "\n" for r in kept)
     with writing_atomically(path, len(text)) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -86,12 +86,16 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
 
 def read_metrics(path: Path) -> list[LogRecord]:
     """Return the records of a metrics.jsonl. Skip incomplete lines, which a crash may leave. Raises
-    OSError."""
+    MiniGPTError if the file cannot be read."""
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError):
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise MiniGPTError(f"cannot read {path}: {error.strerror or error}") from None
+    for line in lines:
+        with suppress(ValueError, RecursionError):
             records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
+    return [r for r in records if isinstance(r, dict) and isinstance(r.get("step"), int)]
 
 
 # ---- --log-to

@@ -161,6 +161,8 @@ def read_snapshot(path: Path) -> State:
 
     Raises SnapshotError if the file is missing, damaged, or no snapshot of this trainer.
     """
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would wait for ever
+        raise SnapshotError(f"{path} is no file")
     try:
         with open(path, "rb") as file:
             end = max(0, file.seek(0, os.SEEK_END) - CHECKSUM_LINE_BYTES)

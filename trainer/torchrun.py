@@ -48,7 +48,13 @@ class TorchrunProcess(OneProcess):
             rank, self.local_rank, world_size, local_world_size, port = numbers
             address = os.environ["MASTER_ADDR"]
             self.timeout = timedelta(seconds=float(os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S)))
-        except (KeyError, ValueError) as error:  # a variable is missing, or no number
+            if self.timeout <= timedelta(0):
+                raise ValueError("MINIGPT_TIMEOUT_S must be above 0")
+        except (
+            KeyError,
+            ValueError,
+            OverflowError,
+        ) as error:  # a variable is missing, or no number
             raise MiniGPTError(
                 f"{self.script} ({str(error)[:80]}): start it with torchrun: torchrun "
                 f"--nproc-per-node=2 {self.script} (for one device: python train_minimal.py)"

@@ -4,6 +4,7 @@ What a case is, and a table for each subject. Those in snapshots and places: bad
 """
 
 import io
+import os
 from collections.abc import Callable
 from glob import glob
 from pathlib import Path
@@ -341,6 +342,11 @@ def tokenizer(content: str) -> Case:
 
 
 TOKENIZERS = {
+    "a pipe": data(
+        "--train-data=x.txt --tokenizer-name=bad.tiktoken",
+        "bad.tiktoken is no file",
+        X | {"bad.tiktoken": os.mkfifo},
+    ),
     "no base64": tokenizer(RANKS + "!!!! 256\n"),
     "negative rank": tokenizer(RANKS + "AAA= -1\n"),
     "a rank twice": tokenizer(RANKS + "AAA= 7\n"),
@@ -419,6 +425,8 @@ ENVIRONMENTS = {
     ),
     "RANK=abc": rank("abc.*torchrun", RANK="abc"),
     "MASTER_PORT=abc": rank("abc.*torchrun", MASTER_PORT="abc"),
+    "MINIGPT_TIMEOUT_S=0": rank("MINIGPT_TIMEOUT_S must be above 0", MINIGPT_TIMEOUT_S="0"),
+    "MINIGPT_TIMEOUT_S=inf": rank("train_ddp.py .*torchrun", MINIGPT_TIMEOUT_S="inf"),
     "torchrun for one": Case(
         "toy",
         "",

@@ -3,6 +3,7 @@
 Snapshots that are none, or strange; places where none can lie; and the scripts that read them.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ PLAIN = "run.pt holds more than plain data: refused"
 CODE = saved({"model": Bomb()})
 BIAS = ("model", "ln_f.bias")
 RESUME: dict[str, tuple[Write, str]] = {  # what lies there, and what --resume says of it
-    "a folder": (Path.mkdir, "cannot read run.pt: Is a directory"),
+    "a folder": (Path.mkdir, "run.pt is no file"),
+    "a pipe": (os.mkfifo, "run.pt is no file"),
     "a mere model": (lambda path: torch.save({"weight": torch.zeros(3)}, path), DAMAGED),
     "code": (CODE, PLAIN),
     "model": (altered("model", to={}), "run.pt holds nothing as .*weight.*damaged"),

@@ -176,6 +176,16 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             + ADD,
         )
     ],
+    "cached": [  # a table that is computed once
+        ("import math\n", "import functools\nimport math\n"),
+        (
+            "class Attention(nn.Module)",
+            "@functools.cache\ndef cosines(n, dtype):\n"
+            "    return torch.arange(n).to(dtype).cos()[:, None]\n\n\n"
+            "class Attention(nn.Module)",
+        ),
+        (SUM, "self.dropout(x + self.position_embedding(positions) + cosines(T, x.dtype))"),
+    ],
     "two_tables": [  # an additional embedding table, of the ids modulo 7
         (TABLE, TABLE + "\n        self.pair_embedding = nn.Embedding(7, config.d_model)"),
         (SUM, SUM[:-1] + " + self.pair_embedding(input_ids % 7))"),
