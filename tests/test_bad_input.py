@@ -4,7 +4,10 @@ Each case is some files, a command line that is run where they lie, and what the
 bad_input.py, bad_folders.py and bad_snapshots.py. All run inside this process, which is fast.
 """
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from cases.bad_input import (
 )
 from cases.bad_snapshots import PLACES, RESUMED, SCRIPTS, SNAPSHOTS
 from harness.rows import row
-from harness.runs import TINY, TINY_MODEL, contents, train_here
+from harness.runs import ROOT, TINY, TINY_MODEL, contents, train_here
 
 import train_minimal
 from data import load_dataset
@@ -96,3 +99,10 @@ def test_what_can_never_fit_ends_before_a_text_is_read(path, capsys):
     assert train_here(path, f"--train-data={text}", *flags, base=TINY_MODEL) == 4
     assert "out of memory before the first step: 64.4 TiB predicted" in capsys.readouterr().err
     assert not path.exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux only")
+def test_an_error_that_cannot_be_printed_keeps_its_exit_code():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "train_minimal.py", "--n-layers=0"]
+        assert subprocess.run(command, cwd=ROOT, stderr=full, timeout=100).returncode == 2

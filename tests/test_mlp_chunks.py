@@ -115,7 +115,9 @@ def test_sizes_of_chunks(n_tokens, d_ff, asked):
         ) + 64 * d_ff
 
 
-def test_a_run_says_that_it_cuts_nothing(tmp_path, capsys):
-    assert train_here(tmp_path / "run.pt", "--mlp-chunks=2", "--num-steps=1") == 0
-    said = "note     --mlp-chunks 2: --use-activation-checkpoint none recomputes no MLP half"
-    assert said in capsys.readouterr().out
+def test_a_run_says_what_flags_do_not_do(tmp_path, capsys):
+    flags = "--mlp-chunks=2", "--warmup-steps=4", "--num-steps=1"
+    assert train_here(tmp_path / "run.pt", *flags) == 0
+    said = capsys.readouterr().out
+    assert "note     --mlp-chunks 2: --use-activation-checkpoint none recomputes no MLP" in said
+    assert "note     --warmup-steps 4: the run ends before, at 25% of --lr" in said

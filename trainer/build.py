@@ -150,6 +150,11 @@ def choose_start(
             f"note     --mlp-chunks {settings.mlp_chunks}: --use-activation-checkpoint "
             f"{settings.use_activation_checkpoint} recomputes no MLP half; mlp, sdpa and full do"
         )
+    if settings.warmup_steps > settings.num_steps:
+        process.print0(
+            f"note     --warmup-steps {settings.warmup_steps}: the run ends before, at "
+            f"{settings.num_steps / settings.warmup_steps:.0%} of --lr"
+        )
     if resumed is not None:
         resume.check_fixed_flags(settings, process.layout.replicas, resumed)
     torch.autograd.set_detect_anomaly(settings.detect_anomaly)

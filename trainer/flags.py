@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
@@ -62,8 +63,11 @@ def flag(name: str) -> str:
 
 
 def print_error(message: object) -> None:
-    """Print the message on stderr as one line, even if the message contains line breaks."""
-    print(f"error: {' '.join(str(message).splitlines())}", file=sys.stderr)
+    """Print the message on stderr as one line, even if the message contains line breaks. One write
+    keeps lines of several processes apart; if it fails, the exit code still tells of the error."""
+    with suppress(OSError):
+        sys.stderr.write(f"error: {' '.join(str(message).splitlines())}\n")
+        sys.stderr.flush()
 
 
 def number_in_range(
