@@ -18,7 +18,7 @@ FLOOR["data"] = FLOOR["planner"]
 ROOMS = {
     "the root": 405,
     "memory": 560,
-    "planner": 1_120,
+    "planner": 1_130,
     "trainer": 1_800,
     "data": 480,
     "scripts": 1_200,
