@@ -247,14 +247,17 @@ class MiniGPT(nn.Module):
                     parameter.fill_(1.0 if name == "weight" else 0.0)
 
     @torch.no_grad()
-    def stream_tokens(self, input_ids: Tensor, max_new_tokens: int, **sampling) -> Iterator[Tensor]:
-        """Yield tokens (B, 1) after `input_ids` (B, T >= 1). `sampling`: see `sample_next_ids`."""
+    def stream_tokens(
+        self, input_ids: Tensor, max_new_tokens: int, use_cache: bool = True, **sampling: Any
+    ) -> Iterator[Tensor]:
+        """Yield tokens (B, 1) after `input_ids` (B, T >= 1). `use_cache` False: compute all tokens
+        again for each new one. `sampling`: see `sample_next_ids`."""
         limit, was_training = self.config.max_position_embeddings, self.training
         self.eval()
         ids, next_ids, kv_cache = input_ids, input_ids, dict[int, list[Tensor]]()
         try:
             for _ in range(max_new_tokens):
-                if ids.size(1) > limit:
+                if ids.size(1) > limit or not use_cache:
                     # The window slides, so every position changes: run the whole window again.
                     next_ids, kv_cache = ids[:, -limit:], {}
                 logits = self(next_ids, kv_cache=kv_cache)[:, -1].float()  # (B, V)

@@ -18,6 +18,7 @@ from data import Tokenizer
 from data.errors import MiniGPTError
 from model import MiniGPT
 from scripts import add_snapshot, cli_main, out_of_memory_as
+from trainer.check_model import cache_is_exact
 from trainer.device import GENERATION_KERNELS, choose_device
 from trainer.flags import OneLineParser, number_in_range
 from trainer.pretrained import load_model_and_tokenizer
@@ -63,12 +64,14 @@ def generate_text(
     start = torch.tensor([[tokenizer.eot_id, *prompt]], device=device)
     is_toy = tokenizer.name == "toy"
     stop_id = None if args.ignore_eot or is_toy else tokenizer.eot_id
+    use_cache = cache_is_exact(model.config)
     torch.manual_seed(args.seed)
     for n in range(args.num_samples):
         yield SEPARATOR * bool(n) + tokenizer.decode(prompt)
         stream = model.stream_tokens(
             start,
             args.max_new_tokens,
+            use_cache=use_cache,
             temperature=args.temperature,
             top_k=args.top_k,
             top_p=args.top_p if args.top_p < 1 else None,

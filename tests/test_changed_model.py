@@ -29,7 +29,7 @@ from model import MiniGPT, MiniGPTConfig
 from planner import Layout
 from scripts import evaluate, export_hf, generate, plan_memory
 from scripts.plans import plan_for_command
-from trainer.check_model import check_model, small_model_and_batch
+from trainer.check_model import cache_is_exact, check_model, small_model_and_batch
 from trainer.plan import plan_on_this_rank
 from trainer.process import OneProcess
 from trainer.snapshot import save_snapshot
@@ -114,9 +114,12 @@ def test_a_short_sequence_is_no_difference_and_no_random_number_is_taken(policy,
 # ---- one model, by however many processes and in however many parts
 
 
-@pytest.mark.parametrize("name", [name for name in CHANGES if name != "documents"])
-def test_a_text_is_written_as_the_long_way_writes_it(name):
-    """With a KV cache, token by token: the text of a forward of all of them, each time."""
+@pytest.mark.parametrize("name", [*CHANGES, "token_shift"])
+def test_a_text_is_written_as_the_long_way_writes_it(name, change):
+    """With a KV cache, token by token, if the model can: the text of a forward of all of them, each
+    time."""
+    change(name)
+    assert cache_is_exact(SHAPE) == (name not in ("documents", "token_shift"))
     model = changed_model(name).MiniGPT(SHAPE).double().eval()
     text = prompt = torch.randint(61, (2, 5))
     with torch.no_grad():
@@ -124,7 +127,8 @@ def test_a_text_is_written_as_the_long_way_writes_it(name):
             parameter.normal_(std=0.3)
         for _ in range(14):  # the window slides
             text = torch.cat([text, model(text[:, -16:])[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(model.generate(prompt, 14, temperature=0), text)
+    how = {"temperature": 0, "use_cache": cache_is_exact(SHAPE)}
+    assert torch.equal(model.generate(prompt, 14, **how), text)
 
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(sorted(REST), marks=slow)])

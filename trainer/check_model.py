@@ -229,12 +229,34 @@ def small_config_and_step(config: MiniGPTConfig) -> tuple[MiniGPTConfig, TensorB
         max_position_embeddings=min(n_tokens, config.max_position_embeddings),
         mlp_chunks=min(config.mlp_chunks or 2, 2),
     )
-    d_model = min(HEAD_SIZE, config.d_model // config.n_heads) * config.n_heads
-    narrow = replace(few, d_model=d_model, d_ff=math.ceil(config.d_ff * d_model / config.d_model))
+    narrow = with_few_channels(few)
     try:
         return narrow, small_step(MiniGPT, replace(narrow, **PLAIN))
     except RuntimeError:
         return few, small_step(MiniGPT, replace(few, **PLAIN))
+
+
+def with_few_channels(config: MiniGPTConfig) -> MiniGPTConfig:
+    """Return the config with at most HEAD_SIZE channels per head."""
+    d_model = min(HEAD_SIZE, config.d_model // config.n_heads) * config.n_heads
+    return replace(config, d_model=d_model, d_ff=math.ceil(config.d_ff * d_model / config.d_model))
+
+
+@torch.no_grad()
+def cache_is_exact(config: MiniGPTConfig) -> bool:
+    """Return whether a small model computes the same logits with a KV cache, token by token, as
+    without. It does not if a changed model.py mixes tokens outside of `Attention.attend`."""
+    few = replace(config, vocab_size=min(N_IDS, config.vocab_size), max_position_embeddings=8)
+    with torch.random.fork_rng([]):
+        small = replace(with_few_channels(few), **PLAIN)
+        model, ids, _ = small_model_and_batch(MiniGPT, small, dtype=torch.float64)
+    cache: dict[int, Any] = {}
+    try:
+        parts = [model.eval()(part, kv_cache=cache) for part in ids.split([5, 1, 1, 1], dim=1)]
+        whole = model(ids)
+    except RuntimeError:  # not with so few channels
+        return False
+    return torch.allclose(torch.cat(parts, dim=1), whole[:, 4:], rtol=ROUNDING, atol=ROUNDING)
 
 
 def small_step(

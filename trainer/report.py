@@ -15,6 +15,7 @@ from torch.nn.attention import sdpa_kernel
 
 from model import MiniGPTConfig
 
+from .check_model import cache_is_exact
 from .device import GENERATION_KERNELS
 from .metrics import (
     format_bytes,
@@ -182,7 +183,8 @@ def sample_text(run: Run) -> str:
         torch.compiler.set_stance("force_eager"),
         sdpa_kernel(GENERATION_KERNELS),
     ):
-        ids = run.model.generate(start, run.settings.sample_tokens, temperature=0.8, top_k=40)
+        how = {"temperature": 0.8, "top_k": 40, "use_cache": cache_is_exact(run.model.config)}
+        ids = run.model.generate(start, run.settings.sample_tokens, **how)
     return run.data.tokenizer.decode(ids[0, 1:].tolist())
 
 

@@ -151,7 +151,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             START,
             START + "        doc = (input_ids % 5 == 0).cumsum(1)\n"
             "        same = (doc[:, :, None] == doc[:, None]).tril()[:, None]\n"
-            "        same = same if kv_cache is None else None\n",
+            "        same = same if T > 1 else None\n",
         ),
         (CALL, "kv_cache=layer_cache, same=same)"),
     ],
