@@ -58,7 +58,7 @@ class SequenceShard:
         return sum(self.tokens[: self.rank])
 
     def run_block(
-        self, block: Any, x: Tensor, *more: Any, policy: Callable | None = None, **named: Any
+        self, block: Any, x: Tensor, *more: Any, policy: Callable | None, **named: Any
     ) -> Tensor:
         """Run a model.Block under `policy` (None: no policy), with all-to-alls around attention."""
         attn = View(block.attn, attend=partial(self.attend, block.attn.attend))

@@ -19,7 +19,7 @@ ROOMS = {
     "the root": 405,
     "memory": 560,
     "planner": 1_130,
-    "trainer": 1_800,
+    "trainer": 1_830,
     "data": 480,
     "scripts": 1_200,
     "studies": 66,

@@ -27,11 +27,11 @@ IS_MAIN_PROGRAM = sys.argv[0] == "-m" or (
 )
 
 
-def say_stopped(when: str = "") -> None:
-    """Print "stopped" and `when` (when or why the process stopped) as one line on stderr."""
+def say_stopped() -> None:
+    """Print "stopped" as one line on stderr."""
     # A terminal shows ^C without a line break behind it. So begin a new line.
     newline = "\n" if sys.stderr.isatty() else ""
-    print(f"{newline}stopped {when}".rstrip(), file=sys.stderr, flush=True)
+    print(f"{newline}stopped", file=sys.stderr, flush=True)
 
 
 def handle_sigint(number: int, frame: "FrameType | None") -> None:

@@ -56,7 +56,7 @@ from .snapshot import (
     sibling_path,
     unused_path,
 )
-from .torchrun import print_error_once
+from .torchrun import peer_failure_message, print_error_once
 
 MakeProcess = Callable[[Settings], OneProcess]
 
@@ -80,7 +80,7 @@ def run_safely(
         return 130
     except Exception as error:
         line, code = describe_error(error, settings, run)
-        print_error_once(line)
+        print_error_once(line, peer_failed=peer_failure_message(error) is not None)
         return code
     finally:
         finish_wandb()

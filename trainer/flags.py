@@ -41,7 +41,8 @@ class OneLineParser(argparse.ArgumentParser):
     first."""
 
     def error(self, message: str) -> NoReturn:
-        print_error(message.removeprefix("argument "))
+        if os.environ.get("LOCAL_RANK", "0") in ("0", ""):  # one of torchrun's processes says it
+            print_error(message.removeprefix("argument "))
         self.exit(2)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

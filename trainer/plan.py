@@ -292,7 +292,7 @@ def plan_on_this_rank(plan: Plan, process: OneProcess) -> tuple[str, list[Plan],
     except PlanError as error:
         return plan.policy, [], f"{words}the peak could not be predicted: {error}"
     # To plan what is deeper takes longer than all else here. A run that is far from the limit does
-    # it if memory runs out all the same (run.free_and_switch_policy). One of several processes
+    # it if memory runs out all the same (run.switch_policy). One of several processes
     # never switches.
     may_switch = plan.layout.kind == "one" and plan.peak > plan.usable_bytes // 4
     return plan.policy, [plan, *(plan.deeper() if may_switch else ())], words

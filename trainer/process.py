@@ -22,10 +22,9 @@ from model import MiniGPT, MiniGPTConfig
 from planner import Layout
 
 from .device import choose_device
-from .settings import Settings
+from .settings import ONE_PROCESS, Settings
 
 T = TypeVar("T")
-ONE_PROCESS = Layout()
 
 
 class OneProcess:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from data import Dataset, TrainBatches, ValBatches
 from data.errors import MiniGPTError
 from memory import MemorySavingGPT
+from planner import PlanError
 
 from .check_model import check_model
 from .clocks import StepClock
@@ -215,7 +216,10 @@ def switch_policy(run: Run) -> None:
         raise MemoryError("no policy can be planned")
     # A run near its limit has planned all policies at its start, because a plan takes memory.
     deeper = run.plans[1:] or run.plans[0].deeper()
-    plans = [*plans_to_try([run.plans[0], *deeper])]
+    try:
+        plans = [*plans_to_try([run.plans[0], *deeper])]
+    except PlanError:
+        raise MemoryError("no policy can be planned") from None
     for plan in plans:
         run.model.config = replace(failed, recompute=plan.policy)
         # If a user changed model.py, some policies may give wrong results. For such a policy

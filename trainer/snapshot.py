@@ -11,8 +11,9 @@ code in the file. A checksum of all bytes is at the end of the file. The newest 
 `--checkpoint-path`. Two more files beside it have the same stem: `.prev.pt` is the previous
 snapshot, and `.best.pt` is the one with the lowest validation loss.
 
-A step is evaluated and logged before it is saved. The key `run` holds the id of the run. A run that
-torchrun has restarted recognises its own snapshots by this id (resume.load_own_run).
+A step is evaluated and logged before the newest snapshot is saved. The key `run` holds the id of
+the run. A run that torchrun has restarted recognises its own snapshots by this id
+(resume.load_own_run).
 
 A snapshot contains *no* random-number state and *no* position in the data. Both are functions of
 the step (see `train_minimal.accumulate`), so they need not be saved and cannot be restored wrongly.
@@ -264,9 +265,15 @@ def claim(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
         ) from None
     except (ImportError, OSError):
         pass  # no locks here
-    if resumed is not None and not os.path.samestat(os.stat(resumed.path), resumed.identity):
+    if resumed is not None and not is_same_file(resumed):
         raise SnapshotError(f"--resume: another run was still at {resumed.path}; try again")
     return file
+
+
+def is_same_file(resumed: LoadedSnapshot) -> bool:
+    """Return False if the file has been replaced or removed since it was read."""
+    path = resumed.path
+    return os.path.exists(path) and os.path.samestat(os.stat(path), resumed.identity)
 
 
 def rename_older_run(path: Path, files: list[Path]) -> Path | None:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import signal
 import sys
 import textwrap
 import time
@@ -47,18 +48,15 @@ class TorchrunProcess(OneProcess):
             numbers = [int(os.environ[name]) for name in names]
             rank, self.local_rank, world_size, local_world_size, port = numbers
             address = os.environ["MASTER_ADDR"]
-            self.timeout = timedelta(seconds=float(os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S)))
-            if self.timeout <= timedelta(0):
-                raise ValueError("MINIGPT_TIMEOUT_S must be above 0")
-        except (
-            KeyError,
-            ValueError,
-            OverflowError,
-        ) as error:  # a variable is missing, or no number
+        except (KeyError, ValueError) as error:  # a variable is missing, or no number
             raise MiniGPTError(
                 f"{self.script} ({str(error)[:80]}): start it with torchrun: torchrun "
                 f"--nproc-per-node=2 {self.script} (for one device: python train_minimal.py)"
             ) from None
+        seconds = os.environ.get("MINIGPT_TIMEOUT_S", TIMEOUT_S)
+        if not re.fullmatch("[0-9]{1,9}", seconds) or int(seconds) == 0:
+            raise MiniGPTError(f"MINIGPT_TIMEOUT_S {seconds[:80]}: a whole number of at least 1")
+        self.timeout = timedelta(seconds=int(seconds))
         layout = Layout(self.kind, rank, world_size, local_world_size)
         super().__init__(self.local_device(settings.device), layout)
         # A connection to torchrun's store, which outlives restarts of the processes. (None if
@@ -152,14 +150,16 @@ def agree_on_key(store: "dist.Store", rank: int, world_size: int, timeout: timed
     raise TimeoutError
 
 
-def print_error_once(message: object) -> None:
+def print_error_once(message: object, peer_failed: bool = False) -> None:
     """Print an error line once per machine, even if all its processes found the same mistake.
 
     The process with local rank 0 prints the line at once and ends. Then torchrun ends the other
     processes, so they print nothing: each of them waits 10 seconds before it prints the line. If
-    a process still lives then, local rank 0 found no mistake.
+    a process still lives then, local rank 0 found no mistake. `peer_failed`: the mistake is that
+    another process has ended, perhaps local rank 0; so local rank 1 prints the line at once, too.
     """
-    if os.environ.get("LOCAL_RANK", "0") not in ("0", ""):
+    if os.environ.get("LOCAL_RANK", "0") not in ("0", "", "1" if peer_failed else ""):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # (`stop_signals` would ignore torchrun's)
         time.sleep(10)
     print_error(message)
 

@@ -425,8 +425,8 @@ ENVIRONMENTS = {
     ),
     "RANK=abc": rank("abc.*torchrun", RANK="abc"),
     "MASTER_PORT=abc": rank("abc.*torchrun", MASTER_PORT="abc"),
-    "MINIGPT_TIMEOUT_S=0": rank("MINIGPT_TIMEOUT_S must be above 0", MINIGPT_TIMEOUT_S="0"),
-    "MINIGPT_TIMEOUT_S=inf": rank("train_ddp.py .*torchrun", MINIGPT_TIMEOUT_S="inf"),
+    "MINIGPT_TIMEOUT_S=0": rank("MINIGPT_TIMEOUT_S 0: a whole number", MINIGPT_TIMEOUT_S="0"),
+    "MINIGPT_TIMEOUT_S=inf": rank("MINIGPT_TIMEOUT_S inf: a whole number", MINIGPT_TIMEOUT_S="inf"),
     "torchrun for one": Case(
         "toy",
         "",
