@@ -91,6 +91,8 @@ class CommandPlan(Plan):
     @cached_property
     def largest_batch(self) -> int:
         """Number of sequences in the largest micro-batch that fits; 0: not even one fits."""
+        if self.state_bytes >= self.usable_bytes:  # no simulation needed
+            return 0
         return self.planner.largest_batch(
             self.usable_bytes,
             self.settings.batch_size,

@@ -74,7 +74,11 @@ def run_safely(
         run = build_run(*choose_start(settings, make_process))
         # Unlock after the run, because this process may start another run.
         with run.held_lock or nullcontext():
-            return train_and_report(run, train)
+            code = train_and_report(run, train)
+            # If a process of torchrun ends, torchrun signals the other processes and their children,
+            # such as wandb's. So all wait for the log of rank 0.
+            run.process.from_rank0(finish_wandb)
+            return code
     except KeyboardInterrupt:
         print("\nstopped; --resume goes on from the last snapshot, if any", file=sys.stderr)
         return 130
