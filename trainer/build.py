@@ -75,8 +75,8 @@ def run_safely(
         # Unlock after the run, because this process may start another run.
         with run.held_lock or nullcontext():
             code = train_and_report(run, train)
-            # If a process of torchrun ends, torchrun signals the other processes and their children,
-            # such as wandb's. So all wait for the log of rank 0.
+            # If a process of torchrun ends, torchrun signals the others and their children, such as
+            # wandb's. So all wait for the log of rank 0.
             run.process.from_rank0(finish_wandb)
             return code
     except KeyboardInterrupt:
