@@ -3,7 +3,7 @@ says so. The changes: harness/changed.py."""
 
 import random
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -180,6 +180,23 @@ def test_a_parameter_of_the_user_keeps_its_first_values(name, first, tmp_path, c
     gains = [w for name, w in snapshot(tmp_path / "run.pt")["model"].items() if "gain" in name]
     torch.testing.assert_close(gains, [torch.as_tensor(first)] * len(gains), rtol=0, atol=1e-5)
     assert gains
+
+
+def test_muon_is_for_the_weights_of_linear_layers(tmp_path, change):
+    """A parameter of a block that is none gets AdamW."""
+    change("row_gain")
+    assert train_here(tmp_path / "run.pt", "--optimizer=muon", "--num-steps=2") == 0
+    states = snapshot(tmp_path / "run.pt")["optimizer"]["state"].values()
+    assert sum("momentum_buffer" in state for state in states) == 2 * 4  # blocks, layers
+
+
+def test_a_new_field_of_the_config_has_its_default(monkeypatch):
+    @dataclass(frozen=True)
+    class Wider(MiniGPTConfig):
+        n_kv_heads: int = 2
+
+    monkeypatch.setattr("trainer.settings.MiniGPTConfig", Wider)
+    assert parse("--use-toy-data").model_config(31).n_kv_heads == 2
 
 
 # ---- files

@@ -104,6 +104,13 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             ),
         ),
     ],
+    "row_gain": [  # a parameter of three dimensions
+        (
+            MLP_OF_BLOCK,
+            MLP_OF_BLOCK + "        self.gain = nn.Parameter(torch.ones(1, 1, config.d_model))\n",
+        ),
+        (ADD, ADD.replace("self.dropout(self.a", "self.gain * self.dropout(self.a")),
+    ],
     "scalar": [
         (MLP_OF_BLOCK, MLP_OF_BLOCK + "        self.gain = nn.Parameter(torch.tensor(0.5))\n"),
         (ADD, ADD.replace("self.dropout(", "self.gain * self.dropout(")),
