@@ -20,7 +20,7 @@ from .files import (
     CACHE_DIR,
     VAL_NAME,
     Say,
-    check_disjoint,
+    count_twins,
     describe_paths,
     find_files,
     find_stdlib,
@@ -62,7 +62,7 @@ def encode_split(
     `paths`: files for training, and files for validation. Without the latter, the last `val_ratio`
     of all ids is for validation.
     """
-    check_disjoint(*paths)
+    twins = count_twins(*paths)
     train, val = (Tokens(folder / name, tokenizer.vocab_size) for name in ("train.bin", "val.bin"))
     count = Counter(documents=0, empty=0)
     (folder / RANKS).write_text(format_ranks(tokenizer.ranks))
@@ -77,7 +77,7 @@ def encode_split(
         val_pieces = (train.read(start, min(start + CHUNK_TOKENS, n)) for start in starts)
     val.write(val_pieces, max_tokens)
     os.truncate(train.path, min(n_train, max_tokens or n_train) * train.dtype.itemsize)
-    return {**count, "train_tokens": len(train), "val_tokens": len(val)}
+    return {**count, "twins": twins, "train_tokens": len(train), "val_tokens": len(val)}
 
 
 def load_dataset(
@@ -153,6 +153,8 @@ def load_dataset(
         n, size = meta["documents"], sum(path.stat().st_size for path in train + val)
     if meta["empty"]:
         say(f"note     {label}: documents without text: {meta['empty']:,}; left out")
+    if meta["twins"] and train_data:
+        say(f"note     {label}: files with the content of another one: {meta['twins']:,}")
     amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
     documents = f"{n:,} document{'s' * (n != 1)}, " if n else ""
     return Dataset.in_cache(folder, meta, tokenizer, f"{label}: {documents}{amount}")

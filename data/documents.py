@@ -30,11 +30,20 @@ def suffix_of(path: str | Path) -> str:
 
 def is_json_lines(path: Path, text_key: str) -> bool:
     """Return whether each line of a file is a JSON object with a document: by the suffix, and for a
-    .json file by its first line."""
+    .json file by its first line. Raises DataError for a .json file that is an array of documents.
+    """
     if suffix_of(path) != ".json":
         return suffix_of(path) in JSON_LINES_SUFFIXES
     with errors_as_data_errors(path), open(path, "rb") as file:
-        return _text_of_line(file.readline(2**24), text_key) is not None
+        line = file.readline(2**24)
+        start = (line + file.read(2**24)).lstrip()
+    if start.startswith(b"["):
+        first, _, _ = start[1:].partition(b"}")  # (a "}" in the text of the first is not found)
+        if _text_of_line(first + b"}", text_key) is not None:
+            raise DataError(
+                f"{path} is a JSON array: write each of its objects in a line of .jsonl"
+            )
+    return _text_of_line(line, text_key) is not None
 
 
 def _text_of_line(line: bytes, text_key: str) -> str | None:

@@ -98,15 +98,17 @@ def find_stdlib() -> list[Path]:
     ]
 
 
-def check_disjoint(train: Sequence[Path], val: Sequence[Path]) -> None:
-    """Raise DataError if a file for validation has the content of a file for training."""
-    paths = {hash_files([path]): path for path in train if val}
+def count_twins(train: Sequence[Path], val: Sequence[Path]) -> int:
+    """Return the number of files for training that have the content of another one. Raises
+    DataError if a file for validation has the content of a file for training."""
+    paths = {hash_files([path]): path for path in train}
     for path in val:
         if twin := paths.get(hash_files([path])):
             raise DataError(
                 f"--val-data {path}: the same content as {twin} of --train-data, so the validation "
                 "loss would not see overfitting; name other files"
             )
+    return len(train) - len(paths)
 
 
 def hash_files(paths: Sequence[Path]) -> str:

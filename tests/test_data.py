@@ -94,7 +94,7 @@ def test_what_a_name_says(cache) -> None:
     """JSON Lines have several suffixes, and a .json file may have them, too; a file that is named
     so validates."""
     rows, lines = [json.dumps({"text": f"row {i}", "url": "x"}) for i in range(3)], []
-    Path("a.json").write_text(array := "[\n" + ",\n".join(rows) + "]")
+    Path("a.json").write_text(array := '[\n{"no text": 1},\n{"no text": 2}]')
     for name in ("b.jsonl", "b.ndjson", "b.JSONLINES", "b.json"):
         Path(name).write_text("\n".join(rows))
         found = ["".join(chunks) for chunks in iter_chunked_documents(Path(name))]
@@ -178,6 +178,8 @@ def test_the_end_of_all_text_validates(tmp_path_factory, documents, ratio, limit
     assert ids(data.val_tokens) == whole[n_train:][:limit]
     n = sum(not text.strip() for text in documents)
     assert limit or (f"documents without text: {n}; left out" in "".join(said)) == (n > 0)
+    twins = 0 if in_lines else len(documents) - len({*documents})
+    assert (f"files with the content of another one: {twins}" in "".join(said)) == (twins > 0)
 
 
 LAYOUTS = [

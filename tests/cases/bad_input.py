@@ -216,6 +216,9 @@ TEXTS = {
     "far inside": text("x.txt", b"a b " * 2**19 + b"\xff", "x.txt is no UTF-8 text"),
     "a program": text("x.txt", b"\x7fELF\x00\x01", "x.txt: a binary file, or UTF-16"),
     "jsonl cut off": text("x.jsonl", b'{"text": "a"}\n{"text": \n', 'x.jsonl:2: want .* "text"'),
+    "an array": text(
+        "x.json", b'[\n {"id": 1, "text": "a"},\n {"id": 2}]', "x.json is a JSON array: write each"
+    ),
     "jsonl with a number": text("x.jsonl", b'{"text": 3}\n', 'x.jsonl:1: want .*string "text"'),
     "jsonl with other keys": text(
         "x.jsonl", b'{"prompt": "a"}\n', r"string \"text\" .--text-key names .*, not .*prompt"
