@@ -42,9 +42,9 @@ SHARDED, SP = "train_fsdp.py train_sp.py", "train_sp.py"
 ALONE = "gated_attention grouped modern alibi token_shift looped documents".split()
 ALONE = dict.fromkeys(ALONE, SP)
 ALONE |= dict.fromkeys(["layer_drop", "asks_a_number"], f"train_ddp.py {SHARDED}")
+ALONE |= {"scalar": SHARDED, "shared": SHARDED, "unused": "train_ddp.py"}
 LOOPS = ["skips", "embedding_in_each_block", "depth_scale"]
 REST = {*FOLLOWED, *ALONE, *LOOPS, "scaled_input", "first_stream"} - {*FEW}
-REST -= {"scalar", "shared", "unused"}  # torch refuses these by itself
 # (In the kernel, a mask of bools becomes numbers. Fake tensors have no values to look at.)
 PLANNED = {*FOLLOWED, *LOOPS} - {"documents", "looks"}
 
