@@ -227,7 +227,8 @@ def test_all_log_save_and_stop_after_the_same_step(path, trainer, when):
 )
 def test_signal_to_torchrun(path, trainer, name, to_all):
     """It passes them on, and exits with 1 whatever its processes do. SLURM and systemd send them to
-    its processes, too, so that these get two of them."""
+    its processes, too, so that these get two of them. (At its own end torchrun also sends SIGTERM,
+    which a process may see first.)"""
     command = by_torchrun(path, "--no-amp", script=f"{FAULTS} {trainer}")
     pipe, env = subprocess.PIPE, os.environ | {"PAUSE": "0.1", "PYTHONUNBUFFERED": "1"}
     launcher = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=env)
@@ -238,7 +239,8 @@ def test_signal_to_torchrun(path, trainer, name, to_all):
     out, err = launcher.communicate(timeout=DEADLINE)
     assert re.search("^stopped .*traceback below is no crash", out, re.M) and "Traceback" in err
     assert launcher.returncode == 1 and not sibling_path(path, ".prev.pt").exists()
-    assert out.count(f"stopped  {name} after step ") == 1
+    (said,) = re.findall(r"^stopped  (\w+) after step ", out, re.M)
+    assert said in (name, "SIGTERM")
     check_stopped(path, trainer)
 
 
