@@ -36,8 +36,9 @@ def is_json_lines(path: Path, text_key: str) -> bool:
         return suffix_of(path) in JSON_LINES_SUFFIXES
     with errors_as_data_errors(path), open(path, "rb") as file:
         line = file.readline(2**24)
-        start = (line + file.read(2**24)).lstrip()
-    if start.startswith(b"["):
+        is_array = line.lstrip().startswith(b"[")
+        start = (line + file.read(2**24 * is_array)).lstrip()
+    if is_array:
         first, _, _ = start[1:].partition(b"}")  # (a "}" in the text of the first is not found)
         if _text_of_line(first + b"}", text_key) is not None:
             raise DataError(

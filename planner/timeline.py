@@ -291,7 +291,7 @@ class StepMemory:
 
     @property
     def offloaded_sizes(self) -> list[tuple[int, int]]:
-        """Of each tensor that offload copies out: its bytes, and the bytes of CPU memory for it."""
+        """Bytes of each tensor that offload copies out, and the bytes of CPU memory for it."""
         return [
             sizes
             for segment, _ in self.segments_and_block_shifts

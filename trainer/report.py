@@ -90,14 +90,15 @@ def resume_lines(run: Run, origin: LoadedSnapshot) -> list[str]:
     """Return lines about a resumed run: its snapshot, its step, and what has changed since the
     save."""
     saved, now = origin.state, run.snapshot_metadata
-    changed, best = describe_each_change(saved, now), run.settings.checkpoint_path
+    changed, best = changes(saved, now), run.settings.checkpoint_path
+    words = describe_each_change(changed, saved["threads"], now["threads"])
     lines = [
         origin.fallback_reason,
         f"{origin.path}, step {run.step:,}",
-        f"changed, from here on: {', '.join(changed)}" if changed else "",
+        f"changed, from here on: {', '.join(words)}" if words else "",
         "other validation windows than before: the next validation loss counts as the lowest so "
         f"far and replaces {sibling_path(best, '.best.pt')}"
-        if "eval_tokens" in changes(saved, now)
+        if "eval_tokens" in changed
         else "",
     ]
     return [f"resume   {line}" for line in lines if line]
@@ -175,6 +176,7 @@ def sample_text(run: Run) -> str:
     generates the same text, because the random generator is seeded with --seed."""
     if run.settings.sample_tokens == 0:
         return ""
+    how = {"temperature": 0.8, "top_k": 40, "use_cache": cache_is_exact(run.model.config)}
     torch.manual_seed(run.settings.seed)
     start = torch.tensor([[run.data.tokenizer.eot_id]], device=run.process.device)
     # Run eagerly, because compiled blocks would be compiled again for each length of the text.
@@ -183,7 +185,6 @@ def sample_text(run: Run) -> str:
         torch.compiler.set_stance("force_eager"),
         sdpa_kernel(GENERATION_KERNELS),
     ):
-        how = {"temperature": 0.8, "top_k": 40, "use_cache": cache_is_exact(run.model.config)}
         ids = run.model.generate(start, run.settings.sample_tokens, **how)
     return run.data.tokenizer.decode(ids[0, 1:].tolist())
 

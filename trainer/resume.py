@@ -63,7 +63,7 @@ def files_of_other_runs(path: Path, run_id: str) -> list[Path]:
     person may have copied a snapshot of another run to `path`."""
     previous, best, metrics = files_of_run(path)[1:4]
     there = [file for file in (previous, best) if file.is_file()]
-    others = [file for file in there if run_of_snapshot(file) not in ("", run_id)]
+    others = [file for file in there if run_of_snapshot(file) not in (None, run_id)]
     records = read_metrics(metrics) if metrics.is_file() else []
     return others + [metrics] * any(record.get("run") != run_id for record in records)
 
@@ -143,14 +143,15 @@ def changes(saved: State, now: State) -> dict[str, tuple[object, object]]:
     return {name: (before, after) for name, (before, after) in values.items() if before != after}
 
 
-def describe_each_change(saved: State, now: State) -> list[str]:
-    """Return the allowed changes of flags, as text such as `--lr 0.001 -> 0.0001`, and a change of
-    the number of CPU threads."""
+def describe_each_change(
+    changed: dict[str, tuple[object, object]], *threads: int | None
+) -> list[str]:
+    """Return the allowed changes of flags (the result of `changes`), as text such as `--lr 0.001 ->
+    0.0001`, and a change of the number of CPU `threads`: those of the saved run, and of this."""
     rows = [
         f"{flag(name)} {' -> '.join(map(format_typed_value, values))}"
-        for name, values in changes(saved, now).items()
+        for name, values in changed.items()
     ]
-    threads = saved["threads"], now["threads"]
     if None not in threads and threads[0] != threads[1]:
         rows.append(f"threads {threads[0]} -> {threads[1]}: sums are rounded differently")
     return rows

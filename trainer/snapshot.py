@@ -108,13 +108,15 @@ def run_label(run: str) -> bytes:
     return f"run {run:<32} ".encode()
 
 
-def run_of_snapshot(path: Path) -> str:
-    """Return the id of the run that has written a snapshot, without reading all of it; "" if the
-    file has none. Raises OSError."""
+def run_of_snapshot(path: Path) -> str | None:
+    """Return the id of the run that has written a snapshot, without reading all of it; None if
+    `save_snapshot` has not written this file. Raises OSError."""
+    n = len(run_label(""))
     with open(path, "rb") as file:
-        file.seek(max(0, os.path.getsize(path) - CHECKSUM_LINE_BYTES - len(run_label(""))))
-        label = file.read(len(run_label("")))
-    return label[4:].decode(errors="replace").strip() if label.startswith(b"run ") else ""
+        file.seek(max(0, os.path.getsize(path) - n - CHECKSUM_LINE_BYTES))
+        label, checksum = file.read(n), file.read()
+    is_ours = label.startswith(b"run ") and checksum.startswith(b"crc32 ")
+    return label[4:].decode(errors="replace").strip() if is_ours else None
 
 
 @contextmanager
@@ -178,13 +180,6 @@ def read_snapshot(path: Path) -> State:
         raise SnapshotError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def has_checksum(path: Path) -> bool:
-    """Return True if `save_snapshot` has written this file. Raises OSError."""
-    with open(path, "rb") as file:
-        file.seek(max(0, os.path.getsize(path) - CHECKSUM_LINE_BYTES))
-        return file.read().startswith(b"crc32 ")
-
-
 @dataclass(frozen=True)
 class LoadedSnapshot:
     """A snapshot to resume from: its contents and its file."""
@@ -228,7 +223,7 @@ def check_path(path: Path, resuming: bool) -> None:
     reason = ""
     if os.path.lexists(path) and not os.path.isfile(path):  # a folder, or a link to a lost disk
         reason = f"{path} is there and is no file"
-    elif os.path.isfile(path) and not resuming and not has_checksum(path):
+    elif os.path.isfile(path) and not resuming and run_of_snapshot(path) is None:
         reason = f"{path} is there and is no snapshot"
     elif path.stem.endswith((".prev", ".best")):
         reason = f"{path} is another run's second file; copy it to a name of its own"
