@@ -6,7 +6,7 @@ blocks, tanh GELU, biases, and a head that shares its weight with the token embe
 Start at `MiniGPT.forward`, which runs the whole model. This project is about its call of
 `checkpoint`. This file is complete: it needs only torch. The trainers use a subclass with more
 techniques that save memory, MemorySavingGPT (memory/gpt.py). It overrides `embed`, `head_loss` and
-`blocks_with_recompute`; the results are the same, up to the rounding of chunks.
+`block_calls`; the results are the same, up to the rounding of chunks.
 
 Shapes: B batch size, T tokens per sequence, C channels (d_model), H heads, D = C / H, V vocabulary.
 """
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 # KV cache of a layer: [] or [keys, values], each (B, H, tokens so far, D). None: no cache.
 KVCache = list[Tensor] | None
 # Layers whose weights `init_weights` draws, also those that only a changed model may have.
-DRAWN_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Conv1d)
+INITIALIZED_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Conv1d)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class MiniGPT(nn.Module):
         x, head_weight = self.embed(input_ids)
         x = self.dropout(x + self.position_embedding(positions))  # (B, T, C)
         has_dropout = self.config.dropout > 0
-        for i, (block, recompute) in enumerate(self.blocks_with_recompute()):
+        for i, (block, recompute) in enumerate(self.block_calls()):
             layer_cache = None if kv_cache is None else kv_cache.setdefault(i, [])
             call = partial(block, kv_cache=layer_cache)  # a new argument of the block goes here
             if recompute:
@@ -215,7 +215,7 @@ class MiniGPT(nn.Module):
         """Look up ids (B, T): return vectors (B, T, C), and the weight (V, C) of the head."""
         return self.token_embedding(input_ids), self.token_embedding.weight
 
-    def blocks_with_recompute(self) -> Iterable[tuple[Callable[..., Tensor], bool]]:
+    def block_calls(self) -> Iterable[tuple[Callable[..., Tensor], bool]]:
         """Return (block, recompute) for each block: `forward` checkpoints it if `recompute`."""
         recompute = self.training and self.config.recompute == "full"
         return [(block, recompute) for block in self.blocks]
@@ -233,11 +233,11 @@ class MiniGPT(nn.Module):
         For c_proj, the deviation is 0.02 / sqrt(2 n_layers): otherwise the variance of the residual
         stream would grow with depth. The CPU draws, so a seed gives the same weights on any device.
         `shard_like(full, weight)` returns this rank's rows of the full tensor (train_fsdp.py). All
-        parameters outside of DRAWN_LAYERS keep their first values."""
+        parameters outside of INITIALIZED_LAYERS keep their first values."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
         for layer_name, layer in self.named_modules():
             std = residual_std if layer_name.endswith("c_proj") else 0.02
-            if not isinstance(layer, DRAWN_LAYERS):
+            if not isinstance(layer, INITIALIZED_LAYERS):
                 continue
             for name, parameter in layer.named_parameters(recurse=False):
                 if parameter.dim() > 1:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from trainer.build import archive_and_open_logs, run_safely
+from trainer.build import rename_old_files_and_open_logs, run_safely
 from trainer.metrics import format_validation, perplexity
 from trainer.optimizer import step_if_finite
 from trainer.process import OneProcess
@@ -193,7 +193,7 @@ def evaluate(run: Run) -> dict[str, float | None]:
 def train(run: Run) -> dict[str, Any]:
     """Run the steps after `run.step` until the last or a signal; return the last log record."""
     settings, process, clock = run.settings, run.process, run.clock
-    archive_and_open_logs(run)
+    rename_old_files_and_open_logs(run)
     hide_bar = process.rank > 0 or not sys.stderr.isatty()
     bar = tqdm(initial=run.step, total=settings.num_steps, unit="step", disable=hide_bar)
     if run.step == 0 and settings.init_from is not None:  # the loss before training

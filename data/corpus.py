@@ -28,7 +28,7 @@ from .files import (
 from .store import cache_key, load_or_build_folder, os_errors_as_data_errors
 from .tokenizer import Tokenizer, format_ranks, load_tokenizer, parse_ranks, train_bpe
 from .tokens import CHUNK_TOKENS, Dataset, Tokens, iter_token_file, take_up_to
-from .toy import N_TOY_SUCCESSORS, load_toy
+from .toy import N_TOY_SUCCESSORS, make_random_walk_data
 
 BPE_TRAINING_CHARS = 10_000_000
 RANKS = "tokenizer.tiktoken"  # name of the tokenizer's file in a cache folder
@@ -129,7 +129,7 @@ def load_dataset(
         )
     with os_errors_as_data_errors(cache_dir):
         if use_toy_data:
-            return load_toy(vocab_size or 256, max_tokens, data_seed, cache_dir, say)
+            return make_random_walk_data(vocab_size or 256, max_tokens, data_seed, cache_dir, say)
         train, val = find_train_and_val_files(train_data, val_data, say)
         key = text_key or "text"
         if text_key and not any(is_json_lines(path, key) for path in train + val):

@@ -64,7 +64,7 @@ def load_or_build_folder(
     Only one of several processes calls `build`, and one rename makes all files visible. A process
     that is killed during `build` leaves only a temporary folder, which the next builder deletes.
     """
-    if meta := read_meta(folder):
+    if meta := read_verified_meta(folder):
         return meta
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(f".lock-{folder.name}"), "a") as lock:
@@ -72,7 +72,7 @@ def load_or_build_folder(
             import fcntl
 
             fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock of a process that dies
-        if meta := read_meta(folder):  # another process has built it by now
+        if meta := read_verified_meta(folder):  # another process has built it by now
             return meta
         for left in folder.parent.glob(f".tmp-{folder.name}-*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -89,7 +89,7 @@ def load_or_build_folder(
     return meta
 
 
-def read_meta(folder: Path) -> dict[str, Any] | None:
+def read_verified_meta(folder: Path) -> dict[str, Any] | None:
     """Return a cache folder's meta.json, or None if a file of the folder has changed since it was
     written. Reads all files of the folder: about a second per GB."""
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):

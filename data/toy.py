@@ -15,7 +15,7 @@ N_TOY_SUCCESSORS = 4
 TOY_TRAIN, TOY_VAL = 1_000_000, 100_000
 
 
-def load_toy(
+def make_random_walk_data(
     vocab_size: int, max_tokens: int | None, seed: int, cache_dir: Path, say: Say
 ) -> Dataset:
     """Load toy data, or make them: a random walk in which each id has 4 equally likely successors.

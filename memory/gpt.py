@@ -73,7 +73,7 @@ class MemorySavingGPT(MiniGPT):
         how = self.config.loss_chunks, self.device_type or x.device.type, self.compiled_softmax
         return chunked_head_loss(x, weight, labels, *how)
 
-    def blocks_with_recompute(self) -> Iterator[tuple[Callable[..., Tensor], bool]]:
+    def block_calls(self) -> Iterator[tuple[Callable[..., Tensor], bool]]:
         """Yield (function, whether `forward` checkpoints it) for each block or group, in order, as
         `config.recompute` says. Evaluation recomputes nothing, but has the MLP in chunks, too."""
         config, blocks, offload = self.config, iter(self.blocks), Offload(self.offload_pool)
@@ -81,7 +81,7 @@ class MemorySavingGPT(MiniGPT):
         loses_rng = config.dropout > 0 and checkpoint_loses_rng(self.token_embedding.weight.device)
         plain = not self.training or config.recompute in ("none", "full") and not loses_rng
         if plain and self.shard is None and config.mlp_chunks == 1:
-            yield from super().blocks_with_recompute()
+            yield from super().block_calls()
             return
         if not self.training:  # no autograd: what is named here only decides what is cut in chunks
             config = replace(config, recompute="none" if config.mlp_chunks == 1 else "mlp")

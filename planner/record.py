@@ -129,7 +129,7 @@ class StepRecord:
         return self.alive(int(self.step_memory.bytes_by_op.argmax()))
 
 
-def build_step_record(log: OpRecorder, step: StepMemory) -> StepRecord:
+def explain_storages(log: OpRecorder, step: StepMemory) -> StepRecord:
     """Return the record of a step, with a name and a reason (`reason_alive`) for each storage.
 
     `log`: the recorder of the step, with call sites. `step`: the memory of the same step.

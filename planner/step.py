@@ -38,7 +38,7 @@ from .batches import MAX_BATCH, bytes_at_ops_outside_head, largest_batch
 from .formulas import head_bytes
 from .layout import Layout
 from .op_recorder import CallSiteTracker, OpRecorder
-from .record import StepRecord, build_step_record
+from .record import StepRecord, explain_storages
 from .shards import add_shards, block_group_params, make_local_model
 from .simulate import (
     empty_function_caches,
@@ -304,7 +304,7 @@ class Planner:
         """
         config = self.model.checked_config(replace(self.config, **memory))
         tracker = CallSiteTracker(self.model, "blocks", SOURCES)
-        return build_step_record(*self.simulate_whole_step(batch_size, config, tracker))
+        return explain_storages(*self.simulate_whole_step(batch_size, config, tracker))
 
     def run_fake_step(
         self,

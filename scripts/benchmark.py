@@ -37,7 +37,7 @@ from planner.op_recorder import OpRecorder
 from planner.operators import MATMUL_DTYPES, tensors_in
 from planner.timeline import bytes_by_op_and_kind, split_into_segments
 from scripts import cli_main
-from scripts.plans import CommandPlan as Plan
+from scripts.plans import CommandPlan
 from scripts.style import about, describe_about, write_json
 from train_minimal import train_step
 from trainer.clocks import StepClock
@@ -101,7 +101,7 @@ def parse(argv: list[str]) -> BenchmarkSettings:
     return settings.replace(vocab_size=vocab_size)
 
 
-def make_plan(settings: BenchmarkSettings) -> Plan:
+def make_plan(settings: BenchmarkSettings) -> CommandPlan:
     """Return the plan for this machine's device. A device without a data sheet is measured now, for
     some seconds."""
     device = choose_device(settings.device)
@@ -110,7 +110,7 @@ def make_plan(settings: BenchmarkSettings) -> Plan:
         check_compiler(device)
     card = card_for(settings, device) or card_for(settings, device, THIS_MACHINE)
     assert settings.vocab_size
-    return Plan(
+    return CommandPlan(
         settings, settings.vocab_size, device, choose_precision(settings, device), card=card
     )
 
@@ -217,7 +217,7 @@ def measure(
 # ---- Results
 
 
-def make_row(plan: Plan, step_s: float, peak_bytes: int | None) -> Row:
+def make_row(plan: CommandPlan, step_s: float, peak_bytes: int | None) -> Row:
     """Return a row of the JSON file: what was measured for one policy, and the prediction.
 
     "mfu" (model FLOPs utilization): the FLOP/s of a step as a share of the card's peak FLOP/s,

@@ -31,7 +31,7 @@ from model import MiniGPT
 from scripts import add_snapshot, cli_main, out_of_memory_as
 from scripts.style import about, write_json
 from trainer import flags
-from trainer.build import find_data
+from trainer.build import load_run_data
 from trainer.device import choose_device, choose_precision, set_matmul_precision
 from trainer.metrics import perplexity
 from trainer.pretrained import load_model_and_tokenizer
@@ -55,7 +55,7 @@ def read_data(
     else:
         path = args.checkpoint_path
         try:
-            data = find_data(settings_of(state), process, LoadedSnapshot(state, path))
+            data = load_run_data(settings_of(state), process, LoadedSnapshot(state, path))
         except DataError as error:
             raise DataError(f"the run's own data: {error}; --val-data names other data") from None
         if state["data"]["fingerprint"] != data.fingerprint:

@@ -40,8 +40,7 @@ from planner.record import StepRecord, group_name_and_kind, read_source_line
 from planner.roofline import seconds_of_each_op
 from planner.timeline import phase_intervals
 from scripts import cli_main
-from scripts.plans import CommandPlan as Plan
-from scripts.plans import plan_for_command
+from scripts.plans import CommandPlan, plan_for_command
 from scripts.style import (
     COLORS,
     FLAGS_NOTE,
@@ -152,7 +151,7 @@ def trainer_flags(config: MiniGPTConfig) -> str:
     return f"--use-activation-checkpoint {config.recompute}{chunks}"
 
 
-def step_data(record: StepRecord, name: str, labels: Labels, plan: Plan) -> dict[str, Any]:
+def step_data(record: StepRecord, name: str, labels: Labels, plan: CommandPlan) -> dict[str, Any]:
     """Return the numbers of one policy in the form that scripts/page/step.js reads."""
     step, card = record.step_memory, plan.card
     starts, x = along_seconds(record, card) if card else along_flops(record)
@@ -179,7 +178,7 @@ def step_data(record: StepRecord, name: str, labels: Labels, plan: Plan) -> dict
     }
 
 
-def ways_data(plan: Plan) -> list[list]:
+def ways_data(plan: CommandPlan) -> list[list]:
     """Return [peak, cost, name, flags] of each policy that `auto` may choose, the cheapest first,
     for page.js."""
     batch_size, card = plan.settings.batch_size, plan.card
@@ -191,7 +190,7 @@ def ways_data(plan: Plan) -> list[list]:
     ]
 
 
-def policies(plan: Plan) -> tuple[dict[str, dict[str, Any]], str]:
+def policies(plan: CommandPlan) -> tuple[dict[str, dict[str, Any]], str]:
     """Return the policies of the page (name -> arguments of `Planner.record`), and the name of the
     policy that is shown first."""
     config = plan.config
@@ -204,7 +203,7 @@ def policies(plan: Plan) -> tuple[dict[str, dict[str, Any]], str]:
     return settings, config.recompute
 
 
-def page_data(plan: Plan, records: dict[str, StepRecord], first: str) -> dict[str, Any]:
+def page_data(plan: CommandPlan, records: dict[str, StepRecord], first: str) -> dict[str, Any]:
     """Return all numbers of the page, in the form that scripts/page/ reads. `first`: name of the
     policy that is shown first."""
     settings, card, labels = plan.settings, plan.card, Labels()
@@ -224,7 +223,7 @@ def page_data(plan: Plan, records: dict[str, StepRecord], first: str) -> dict[st
     return {
         "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",
-        "budget": budget.usable_bytes if has_budget else None,
+        "budget": budget.bytes_within_margin if has_budget else None,
         "ways": ways_data(plan),
         "first": [*records].index(first),
         "kinds": [[LEGEND[kind].split(":")[0], COLORS[kind], LEGEND[kind]] for kind in COLORS],
@@ -235,7 +234,7 @@ def page_data(plan: Plan, records: dict[str, StepRecord], first: str) -> dict[st
     }
 
 
-def write_page(data: dict[str, Any], command: str) -> str:
+def render_page(data: dict[str, Any], command: str) -> str:
     """Return the page as one file: HTML with the style, the scripts and the numbers inserted."""
     text = json.dumps(data | {"command": command}, separators=(",", ":"))
     page, style, *script = (
@@ -256,7 +255,7 @@ def main(argv: list[str]) -> None:
     plan = plan_for_command(settings, Layout())
     shown, first = policies(plan)
     data = page_data(plan, record_steps(plan, shown), first)
-    page = write_page(data, shlex.join(["python", "-m", "scripts.memory_page", *argv]))
+    page = render_page(data, shlex.join(["python", "-m", "scripts.memory_page", *argv]))
     settings.out.parent.mkdir(exist_ok=True)  # (makes out/ for the default)
     settings.out.write_text(page, encoding="utf-8")
     size = format_bytes(settings.out.stat().st_size)

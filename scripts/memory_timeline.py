@@ -24,8 +24,7 @@ from planner.record import StepRecord
 from planner.timeline import KINDS
 from scripts import cli_main
 from scripts.memory_page import along_flops
-from scripts.plans import CommandPlan as Plan
-from scripts.plans import plan_for_command
+from scripts.plans import CommandPlan, plan_for_command
 from scripts.style import (
     COLORS,
     FLAGS_NOTE,
@@ -79,7 +78,7 @@ def parse(argv: list[str]) -> PictureSettings:
     return resolve(open_init_from(typed)[1])
 
 
-def record_all(settings: PictureSettings) -> tuple[Plan, dict[str, StepRecord]]:
+def record_all(settings: PictureSettings) -> tuple[CommandPlan, dict[str, StepRecord]]:
     """Return the plan, and the record of a simulated step with each policy. Raises MiniGPTError."""
     plan = plan_for_command(settings, Layout())
     shown = {name: POLICIES.get(name, {"recompute": name}) for name in settings.policies}
@@ -95,7 +94,7 @@ def title(name: str, step: StepMemory) -> str:
     return f"{name}{description}. Peak {format_bytes(step.peak)}{cost}"
 
 
-def draw(plt: Any, plan: Plan, records: dict[str, StepRecord]) -> Any:
+def draw(plt: Any, plan: CommandPlan, records: dict[str, StepRecord]) -> Any:
     """Draw the panels, one below the other, all with the same axes."""
     max_peak = max(record.step_memory.peak for record in records.values())
     right = max(along_flops(record)[1][-1] for record in records.values())

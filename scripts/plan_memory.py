@@ -47,8 +47,7 @@ from scripts.plan_table import (
     search_settings,
     with_length,
 )
-from scripts.plans import CommandPlan as Plan
-from scripts.plans import advice, optimizer_name, plan_for_command
+from scripts.plans import CommandPlan, advice, optimizer_name, plan_for_command
 from scripts.style import about, write_json
 from trainer.flags import AUTO, number_in_range, output_file
 from trainer.metrics import format_bytes
@@ -142,7 +141,7 @@ def parse(argv: list[str]) -> PlanSettings:
     return typed
 
 
-def make_plan(typed: PlanSettings) -> Plan:
+def make_plan(typed: PlanSettings) -> CommandPlan:
     """Return the plan without recompute, from which all rows are made. Raises MiniGPTError."""
     _, settings = open_init_from(typed)
     settings = resolve(settings, typed.layout, typed.script).replace(**{POLICY_FLAG: "none"})
@@ -157,7 +156,7 @@ def make_plan(typed: PlanSettings) -> Plan:
 # ---- What is printed
 
 
-def describe_target(plan: Plan, script: str) -> str:
+def describe_target(plan: CommandPlan, script: str) -> str:
     """Return the lines above the table: model, batch, device, card, budget, training state."""
     settings, budget, card, kind = plan.settings, plan.memory_budget, plan.card, plan.device.type
     precision, n = str(plan.precision).removeprefix("torch."), plan.layout.world_size
@@ -194,14 +193,14 @@ def command_line(typed: PlanSettings, **changes: Any) -> str:
     return shlex.join([*start, *typed.words(**changes, **dict.fromkeys(omitted))])
 
 
-def answer(plan: Plan, typed: PlanSettings, taken: Plan | None) -> str:
+def answer(plan: CommandPlan, typed: PlanSettings, taken: CommandPlan | None) -> str:
     """Return the lines before the table: what fits, the time of the whole run, the command; or why
     nothing fits, and the cheapest change that does. `taken`: the recommended plan."""
     if taken is None:
         text, change = advice(plan)
         return f"nothing fits; {text}" + (f"\n{command_line(typed, **change)}" if change else "")
     batch = f"batch {taken.settings.batch_size:,} with {taken.policy}"
-    peak = f"{format_bytes(taken.peak)} of {format_bytes(plan.usable_bytes)}"
+    peak = f"{format_bytes(taken.peak)} of {format_bytes(plan.bytes_within_margin)}"
     lines = [f"fits     {batch}: {peak}; at most batch {taken.largest_batch:,}"]
     run = whole_run(taken)
     if run["seconds"]:
@@ -212,7 +211,7 @@ def answer(plan: Plan, typed: PlanSettings, taken: Plan | None) -> str:
     return "\n".join([*lines, command_line(typed, **changes(taken, plan.settings))])
 
 
-def whole_run(plan: Plan) -> dict[str, Any]:
+def whole_run(plan: CommandPlan) -> dict[str, Any]:
     """Return the tokens, steps and seconds of the whole run. If the flags set no length, the run
     has a billion tokens, so that plans can be compared."""
     settings = plan.settings
@@ -224,7 +223,7 @@ def whole_run(plan: Plan) -> dict[str, Any]:
     return {"tokens": tokens, "steps": steps, "seconds": seconds}
 
 
-def longest(table: list[Plan]) -> Plan | None:
+def longest(table: list[CommandPlan]) -> CommandPlan | None:
     """Return the plan with the longest sequence, or None if none fits. If several policies reach
     this length, it has the cheapest without offload; if all of them offload, the cheapest."""
     best = min(table, key=lambda row: (-(longest_sequence(row) or 0), offloads(row), cost(row)))
@@ -232,11 +231,11 @@ def longest(table: list[Plan]) -> Plan | None:
     return best.with_flags(**with_length(best.settings, length)) if length else None
 
 
-def print_plan(plan: Plan, typed: PlanSettings, bar: tqdm) -> dict[str, Any]:
+def print_plan(plan: CommandPlan, typed: PlanSettings, bar: tqdm) -> dict[str, Any]:
     """Print the plan; return the content of the JSON file. Raises MiniGPTError."""
     limit, taken = plan.memory_budget.limit_bytes, None
-    knobs, table, rows = list[Plan](), list[Plan](), list[Row]()
-    if limit is not None and plan.state_bytes < plan.usable_bytes:
+    knobs, table, rows = list[CommandPlan](), list[CommandPlan](), list[Row]()
+    if limit is not None and plan.state_bytes < plan.bytes_within_margin:
         if typed.all_knobs:
             knobs = search_settings(plan)
             taken = knobs[0] if knobs else None
@@ -273,7 +272,7 @@ def print_plan(plan: Plan, typed: PlanSettings, bar: tqdm) -> dict[str, Any]:
     }
 
 
-def record_step(plan: Plan, typed: PlanSettings, taken: Plan | None) -> StepRecord:
+def record_step(plan: CommandPlan, typed: PlanSettings, taken: CommandPlan | None) -> StepRecord:
     """Return the record of a step with the typed policy, else with the recommended policy, else
     without recompute."""
     policy = typed.use_activation_checkpoint
@@ -283,7 +282,7 @@ def record_step(plan: Plan, typed: PlanSettings, taken: Plan | None) -> StepReco
     return taken.planner.record(taken.settings.batch_size, recompute=taken.policy)
 
 
-def results(plan: Plan, taken: Plan | None) -> dict[str, Any]:
+def results(plan: CommandPlan, taken: CommandPlan | None) -> dict[str, Any]:
     """Return what the JSON file has about the whole plan. Sizes are in bytes."""
     return {
         "config": asdict(plan.config),
@@ -295,7 +294,7 @@ def results(plan: Plan, taken: Plan | None) -> dict[str, Any]:
         "state_bytes": plan.state_bytes,
         "card": plan.card and plan.card.name,
         "budget_bytes": plan.memory_budget.limit_bytes,
-        "safe_bytes": plan.memory_budget.usable_bytes,
+        "safe_bytes": plan.memory_budget.bytes_within_margin,
         "run": whole_run(taken or replace(plan, card=None)),
         "optimizer": plan.settings.optimizer,
         "moments_dtype": plan.settings.moments_dtype,

@@ -18,8 +18,7 @@ from typing import Any
 from planner.choose import nested_checkpoint_policies, recomputed_flops_key, uniform_policies
 from planner.op_recorder import Storage
 from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_name_and_kind
-from scripts.plans import Change
-from scripts.plans import CommandPlan as Plan
+from scripts.plans import Change, CommandPlan
 from trainer.flags import MAX_COUNT
 from trainer.metrics import format_bytes
 from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG
@@ -35,11 +34,11 @@ Row = dict[str, Any]  # of the JSON file; the printed table shows the same
 # ---- one plan
 
 
-def offloads(plan: Plan) -> bool:
+def offloads(plan: CommandPlan) -> bool:
     return plan.settings.recompute_plan.offload
 
 
-def fits_tightly(plan: Plan) -> bool | None:
+def fits_tightly(plan: CommandPlan) -> bool | None:
     """Return whether the step fits in the whole budget, without a margin; None: unknown."""
     budget, step = plan.memory_budget, plan.step
     if budget.limit_bytes is None:
@@ -48,18 +47,18 @@ def fits_tightly(plan: Plan) -> bool | None:
     return step.peak <= budget.limit_bytes and step.host_bytes <= host_bytes
 
 
-def fits_safely(plan: Plan) -> bool:
+def fits_safely(plan: CommandPlan) -> bool:
     """Return whether the step fits in the budget minus the margin."""
-    return bool(fits_tightly(plan)) and plan.peak <= plan.usable_bytes
+    return bool(fits_tightly(plan)) and plan.peak <= plan.bytes_within_margin
 
 
-def cost(plan: Plan) -> tuple[float, float]:
+def cost(plan: CommandPlan) -> tuple[float, float]:
     """Return a sort key; smaller is better. With a card: (seconds, peak bytes). Without a card:
     `recomputed_flops_key`."""
     return (plan.seconds, plan.peak) if plan.card else recomputed_flops_key(plan.step)
 
 
-def changes(plan: Plan, settings: Settings) -> Change:
+def changes(plan: CommandPlan, settings: Settings) -> Change:
     """Return the flags of the plan that differ from `settings`, and always the policy.
     (--max-position-embeddings is compared only with --model, which sets it. Without --model it
     follows --seq-len.)"""
@@ -70,7 +69,7 @@ def changes(plan: Plan, settings: Settings) -> Change:
     return changed | {POLICY_FLAG: plan.policy}
 
 
-def as_row(plan: Plan) -> Row:
+def as_row(plan: CommandPlan) -> Row:
     step, fits = plan.step, fits_tightly(plan)
     return {
         "name": plan.policy,
@@ -84,7 +83,7 @@ def as_row(plan: Plan) -> Row:
         "host_bytes": step.host_bytes,
         "kept_bytes": step.kept,
         "kept_bytes_per_block": step.kept_per_block,
-        "replayed": step.relative_flops - 1,
+        "recomputed_flops_share": step.relative_flops - 1,
         "fits": fits,
         "fits_safely": None if fits is None else fits_safely(plan),
         "largest_batch": None if fits is None else plan.largest_batch,
@@ -97,7 +96,9 @@ def as_row(plan: Plan) -> Row:
 # ---- the table
 
 
-def policy_table(plan: Plan, taken: Plan | None, with_nested: bool) -> list[Plan]:
+def policy_table(
+    plan: CommandPlan, taken: CommandPlan | None, with_nested: bool
+) -> list[CommandPlan]:
     """Return the plan with each policy of `uniform_policies`, and with OFFLOAD_POLICY.
 
     The policy of `taken` has a row, also if it is a mix of two policies or a nested group
@@ -113,7 +114,7 @@ def policy_table(plan: Plan, taken: Plan | None, with_nested: bool) -> list[Plan
     return [plan.with_policy(name) for name in names]
 
 
-def recommend(plan: Plan) -> Plan | None:
+def recommend(plan: CommandPlan) -> CommandPlan | None:
     """Return the fastest plan that fits with the margin; None if none fits. Offload comes last,
     because no predicted time includes its copies."""
     ways = plan.with_fastest_policy(), plan.with_policy(OFFLOAD_POLICY)
@@ -133,7 +134,7 @@ def format_table(rows: list[Row], takes: str | None) -> str:
             line |= {
                 "where<": row["where"],
                 "kept per block>": format_bytes(row["kept_bytes_per_block"]),
-                "extra FLOPs>": f"{row['replayed']:.1%}",
+                "extra FLOPs>": f"{row['recomputed_flops_share']:.1%}",
             }
         else:
             line |= estimates(row, rows[0])
@@ -175,13 +176,13 @@ def with_length(settings: Settings, seq_len: int) -> Change:
 
 
 @cache
-def longest_sequence(plan: Plan) -> int | None:
+def longest_sequence(plan: CommandPlan) -> int | None:
     """Return the length, in tokens, of the longest sequence that fits with the margin; 0: none;
     None: without --longest-sequence."""
     settings = plan.settings
     if not getattr(settings, "longest_sequence", False):
         return None
-    if plan.state_bytes >= plan.usable_bytes:
+    if plan.state_bytes >= plan.bytes_within_margin:
         return 0
     # With fused attention, activations depend only on the number of tokens. So the largest batch
     # has about as many tokens, and no sequence that fits is twice as long.
@@ -191,7 +192,7 @@ def longest_sequence(plan: Plan) -> int | None:
     return STEP * most_that_fit(
         lambda n: plan.with_flags(**with_length(settings, n * STEP)).peak,
         plan.state_bytes,
-        plan.usable_bytes,
+        plan.bytes_within_margin,
         min(2 * tokens + STEP, positions) // STEP,
     )
 
@@ -217,19 +218,19 @@ def most_that_fit(peak: Callable[[int], int], nothing: int, budget: int, most: i
 # ---- the fastest settings (--all-knobs)
 
 
-def search_settings(plan: Plan) -> list[Plan]:
+def search_settings(plan: CommandPlan) -> list[CommandPlan]:
     """Return the plans of the micro-batch sizes that divide the number of sequences in a step, each
     with the fastest policy that fits, the fastest plan first. Sizes that do not fit are left out,
     and so are large sizes that can only be slower, because they recompute more. (All give the same
     training: a step has the same sequences, and policies change no result.)"""
     sequences = plan.settings.batch_size * plan.settings.grad_accum_steps
-    plans: list[Plan] = []
+    plans: list[CommandPlan] = []
     for size in range(1, sequences + 1):
         if sequences % size or not plan.settings.can_sum(sequences // size):
             continue
         parts = {"batch_size": size, "grad_accum_steps": sequences // size}
         fastest = plan.with_flags(**parts).with_fastest_policy()
-        if fastest.peak > plan.usable_bytes:
+        if fastest.peak > plan.bytes_within_margin:
             break
         plans.append(fastest)
         if size >= plan.settings.batch_size and cost(fastest) > min(map(cost, plans)):
@@ -237,7 +238,7 @@ def search_settings(plan: Plan) -> list[Plan]:
     return sorted(plans, key=cost)
 
 
-def format_settings(plans: list[Plan]) -> str:
+def format_settings(plans: list[CommandPlan]) -> str:
     """Return the fastest few plans in aligned columns; ">" marks the first one."""
     lines = [
         {

@@ -1,9 +1,9 @@
 """Plan for a command, such as scripts/plan_memory.py, on a device that need not exist here.
 
-A `CommandPlan` is a trainer's Plan, and knows what only commands ask: the bytes of the state, the
-largest batch that fits, the time of a step. `advice` finds the cheapest change of flags that makes
-a step fit, in the order of docs/planning.md ("Out of memory: which knob first"); it is proven by a
-simulation, or by the bytes of its state.
+A `CommandPlan` is a trainer's `StepPlan` that knows what only commands ask: the bytes of the state,
+the largest batch that fits, the time of a step. `advice` finds the cheapest change of flags that
+makes a step fit, in the order of docs/planning.md ("Out of memory: which knob first"); it is proven
+by a simulation, or by the bytes of its state.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from trainer.device import (
 )
 from trainer.metrics import format_bytes
 from trainer.optimizer import initial_param_state, make_param_groups
-from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG, Plan, card_for, vocab_size_of
+from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG, StepPlan, card_for, vocab_size_of
 from trainer.settings import Settings, to_words
 
 ADVICE_OPS = 20_000  # the search ends after so many simulated operators
@@ -54,8 +54,8 @@ def make_meta_model(config: MiniGPTConfig) -> MemorySavingGPT:
 
 
 @dataclass(frozen=True)
-class CommandPlan(Plan):
-    """A Plan, and what only commands ask of it."""
+class CommandPlan(StepPlan):
+    """A StepPlan, and what only commands ask of it."""
 
     link: str | None = None  # key of LINKS; None: leave the time of communication out
 
@@ -91,10 +91,10 @@ class CommandPlan(Plan):
     @cached_property
     def largest_batch(self) -> int:
         """Number of sequences in the largest micro-batch that fits; 0: not even one fits."""
-        if self.state_bytes >= self.usable_bytes:  # no simulation needed
+        if self.state_bytes >= self.bytes_within_margin:  # no simulation needed
             return 0
         return self.planner.largest_batch(
-            self.usable_bytes,
+            self.bytes_within_margin,
             self.settings.batch_size,
             self.memory_budget.host_usable_bytes,
             recompute=self.policy,
@@ -236,7 +236,7 @@ def with_fitting_policy(plan: CommandPlan) -> CommandPlan | None:
     if plan.settings.recompute_plan.offload:
         return plan if plan.fits else None
     smallest = ["full", *nested_checkpoint_policies(plan.settings.n_layers)[-1:]]
-    fits = any(plan.with_policy(name).peak <= plan.usable_bytes for name in smallest)
+    fits = any(plan.with_policy(name).peak <= plan.bytes_within_margin for name in smallest)
     return plan.with_fastest_policy() if fits else None
 
 
@@ -245,7 +245,7 @@ def advice(plan: CommandPlan) -> tuple[str, Change | None]:
     policy that fits. The flags are None if the search finds none in ADVICE_OPS operators, or if the
     state alone exceeds the budget. Then nothing is simulated, and the words name a change whose
     state fits."""
-    settings, usable, n_ops = plan.settings, plan.usable_bytes, 0
+    settings, usable, n_ops = plan.settings, plan.bytes_within_margin, 0
     if plan.state_bytes >= usable:
         return advice_on_state(plan), None
     changes = chain(
@@ -268,7 +268,7 @@ def advice(plan: CommandPlan) -> tuple[str, Change | None]:
 def advice_on_state(plan: CommandPlan) -> str:
     """Return why no step fits in less than the state, and what has less state. Whether its step
     fits is another question to the planner."""
-    usable = plan.usable_bytes
+    usable = plan.bytes_within_margin
     changes = ((c, plan.with_flags(**c).state_bytes) for c in changes_of_training(plan.settings))
     ways = [
         f"{' '.join(to_words(c))} ({format_bytes(size)})" for c, size in changes if size < usable

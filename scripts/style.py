@@ -20,7 +20,7 @@ from tqdm import tqdm
 from data.errors import MiniGPTError
 from planner.choose import UNIFORM_POLICIES
 from planner.record import StepRecord
-from scripts.plans import CommandPlan as Plan
+from scripts.plans import CommandPlan
 
 # Name of a policy in pictures and on memory_page's page -> arguments of `Planner.step`.
 POLICIES: dict[str, dict[str, Any]] = {
@@ -66,7 +66,9 @@ STYLE: Any = {
 FLAGS_NOTE = "Takes the trainers' flags; many of them do not change the plan."
 
 
-def record_steps(plan: Plan, policies: Mapping[str, dict[str, Any]]) -> dict[str, StepRecord]:
+def record_steps(
+    plan: CommandPlan, policies: Mapping[str, dict[str, Any]]
+) -> dict[str, StepRecord]:
     """Return the record of a simulated step with each policy. `policies`: name -> arguments of
     `Planner.record`. Raises ValueError for a policy that names more blocks than the model has."""
     each = tqdm(policies.items(), unit="policy", disable=None, leave=False)
@@ -74,7 +76,7 @@ def record_steps(plan: Plan, policies: Mapping[str, dict[str, Any]]) -> dict[str
     return {name: plan.planner.record(batch_size, **memory) for name, memory in each}
 
 
-def describe(plan: Plan, batch: str = "") -> str:
+def describe(plan: CommandPlan, batch: str = "") -> str:
     """Describe a planned step: "124M parameters, batch of 8 x 1,024 tokens, bfloat16 on a GPU"."""
     millions = plan.n_parameters / 1e6
     size = f"{millions:,.{0 if millions > 10 else 2}f}M parameters"

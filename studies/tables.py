@@ -30,7 +30,7 @@ from scripts.plan_table import (
     search_settings,
     with_length,
 )
-from scripts.plans import CommandPlan as Plan
+from scripts.plans import CommandPlan
 from scripts.style import about, write_json
 from trainer.flags import OneLineParser, output_file
 from trainer.metrics import format_bytes
@@ -46,7 +46,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def planned(flags: str, policy: str = "none", clock: str = "") -> Plan:
+def planned(flags: str, policy: str = "none", clock: str = "") -> CommandPlan:
     """Return one row of plan_memory. `clock`: name of the card for which the time is predicted; "":
     the card that --card names."""
     plan = make_plan(parse(flags.split()))
@@ -116,7 +116,7 @@ def card_row(name: str) -> dict[str, Any]:
     """Return a row: the fastest settings for the largest model that trains on this card."""
     flags = f"--card {name.replace(' ', '-')} {STEP}"
     plans = (planned(f"{flags} --model {model}") for model in reversed(SHAPE_BY_MODEL))
-    found = (search_settings(plan) for plan in plans if plan.state_bytes < plan.usable_bytes)
+    found = (search_settings(plan) for plan in plans if plan.state_bytes < plan.bytes_within_margin)
     best = next(filter(None, found))[0]
     row = as_row(best)
     return {"card": name, "model": best.settings.model} | {key: row[key] for key in SETTING}

@@ -36,8 +36,8 @@ def test_the_tightest_limit_counts_and_a_tenth_stays_free(files, expected, tmp_p
     assert free_and_total_memory(CPU, str(tmp_path)) == expected
     monkeypatch.setattr("trainer.device.free_and_total_memory", lambda device: expected)
     free = expected[0]
-    assert budget_on(CPU).usable_bytes == (free and 0.9 * free)
-    assert budget_on(CPU, processes=2).usable_bytes == (free and 0.45 * free)  # they share
+    assert budget_on(CPU).bytes_within_margin == (free and 0.9 * free)
+    assert budget_on(CPU, processes=2).bytes_within_margin == (free and 0.45 * free)  # they share
     assert budget_on(CPU, 5000, processes=2) == MemoryBudget(5000, "cpu")  # as somebody says
 
 

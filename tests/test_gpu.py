@@ -28,7 +28,7 @@ from memory import POLICY_NAMES
 from planner import Planner
 from scripts import generate
 from scripts.benchmark import make_run, timed_step
-from scripts.plans import CommandPlan as Plan
+from scripts.plans import CommandPlan
 from trainer.clocks import make_clock
 from trainer.device import MemoryBudget, choose_precision
 from trainer.process import OneProcess
@@ -70,7 +70,7 @@ def train_on_it(path: Path, *flags: str) -> int:
 
 def plan_of(flags: str) -> Planner:
     asked = bench_settings(flags)
-    return Plan(asked, asked.vocab_size, DEVICE, choose_precision(asked, DEVICE)).planner
+    return CommandPlan(asked, asked.vocab_size, DEVICE, choose_precision(asked, DEVICE)).planner
 
 
 def after(steps: int, flags: str = "", policy: str = "full", device: torch.device = DEVICE) -> Run:
@@ -178,7 +178,9 @@ def test_what_fits_runs_and_what_does_not_says_the_way_out(policy, tmp_path, cap
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
         request.addfinalizer(lambda: torch.cuda.set_per_process_memory_fraction(1.0))
-    fits = planner.largest_batch(MemoryBudget(limit, DEVICE.type).usable_bytes, 1, recompute=policy)
+    fits = planner.largest_batch(
+        MemoryBudget(limit, DEVICE.type).bytes_within_margin, 1, recompute=policy
+    )
     flags = f"--batch-size={fits}", f"--use-activation-checkpoint={policy}"
     assert fits > 0 and train_on_it(path, *flags) == 0
     more = f"--batch-size={2 * fits + 2}", "--on-out-of-memory=stop"

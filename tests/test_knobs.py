@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from data.errors import MiniGPTError
 from planner import CARDS, Layout
 from scripts import plan_memory
-from scripts.plans import OTHER_WAYS, advice
-from scripts.plans import CommandPlan as Plan
+from scripts.plans import OTHER_WAYS, CommandPlan, advice
 from trainer.plan import card_for, plan_run, where_to_ask
 from trainer.process import OneProcess
 from trainer.settings import to_words
@@ -65,7 +64,7 @@ COMMANDS = st.fixed_dictionaries({name: st.sampled_from(of) for name, of in DRAW
 def test_advice_fits_and_repeats_nothing(typed, kind, share):
     """By the planner itself. `share` of the way from the state to the peak is there for tensors."""
     settings = parse(f"{SHAPE} {' '.join(f'{name} {value}' for name, value in typed.items())}")
-    plain = Plan(settings, 61, torch.device(kind), torch.float32)
+    plain = CommandPlan(settings, 61, torch.device(kind), torch.float32)
     room = plain.state_bytes + share * (plain.peak - plain.state_bytes)
     room = room if share > 0 else (1 + share) * plain.state_bytes
     asked = replace(plain, memory_budget=room_for(room))
@@ -77,10 +76,10 @@ def test_advice_fits_and_repeats_nothing(typed, kind, share):
             assert not any(f"{name} {value}" in way for name, value in typed.items())
             words = " ".join(f"{name} {value}" for name, value in typed.items())
             then = replace(asked, settings=parse(f"{SHAPE} {words} {way}"))
-            assert then.state_bytes < asked.usable_bytes
+            assert then.state_bytes < asked.bytes_within_margin
         return
     assert change or said == f"plan {OTHER_WAYS}"
-    assert change or asked.with_fastest_policy().peak > asked.usable_bytes
+    assert change or asked.with_fastest_policy().peak > asked.bytes_within_margin
     for flags in [change] if change else []:
         assert said.startswith(f"{' '.join(to_words(flags))} fits (")
         assert all(getattr(settings, name) != value for name, value in flags.items())
@@ -88,7 +87,7 @@ def test_advice_fits_and_repeats_nothing(typed, kind, share):
         same = then.settings.batch_size * then.settings.grad_accum_steps == (
             settings.batch_size * settings.grad_accum_steps
         ) and not flags.keys() & {"seq_len", "optimizer", "moments_dtype"}
-        assert then.peak <= asked.usable_bytes and same == ("(the same training)" in said)
+        assert then.peak <= asked.bytes_within_margin and same == ("(the same training)" in said)
 
 
 # ---- before a run starts
@@ -112,7 +111,7 @@ def words(flags: str = "", processes: int = 1) -> str:
 
 
 def peak() -> int:
-    return Plan(parse(SHAPE), 61, CPU, torch.float32).peak
+    return CommandPlan(parse(SHAPE), 61, CPU, torch.float32).peak
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from planner import Layout, StepMemory
 from planner.choose import pick_fastest_fitting_step
 from planner.record import StepRecord, group_name_and_kind, read_source_line
 from scripts import memory_page
-from scripts.plans import CommandPlan as Plan
-from scripts.plans import plan_for_command
+from scripts.plans import CommandPlan, plan_for_command
 from scripts.style import COLORS, LEGEND, POLICIES, record_steps
 from trainer.metrics import format_bytes
 
@@ -30,7 +29,7 @@ FLAGS = (
     "--n-layers 3 --n-heads 4 --d-model 64 --seq-len 64 --vocab-size 512 --batch-size 4 "
     "--device cuda"
 )
-Made = tuple[Path, Plan, dict[str, StepRecord]]
+Made = tuple[Path, CommandPlan, dict[str, StepRecord]]
 
 
 def make(flags: str, folder: Path) -> Made:
@@ -39,7 +38,7 @@ def make(flags: str, folder: Path) -> Made:
     settings, first = memory_page.policies(plan)
     records = record_steps(plan, settings)
     file, data = folder / "page.html", memory_page.page_data(plan, records, first)
-    file.write_text(memory_page.write_page(data, "python"), "utf-8")
+    file.write_text(memory_page.render_page(data, "python"), "utf-8")
     return file, plan, records
 
 
@@ -107,7 +106,7 @@ def drawn_shape(seed: int) -> str:
     return f"{shape} --d-model {width} --seq-len {length} --vocab-size {draw.randint(300, 900)}"
 
 
-def begins(record: StepRecord, plan: Plan) -> np.ndarray:
+def begins(record: StepRecord, plan: CommandPlan) -> np.ndarray:
     """(operators + 1,) where each stands on the axis."""
     card = plan.card
     axis = memory_page.along_seconds(record, card) if card else memory_page.along_flops(record)
@@ -151,7 +150,7 @@ def test_the_page_says_what_the_planner_says(chromium, tmp_path, seed):
     peaks = {name: record.step_memory.peak for name, record in records.items()}
     with opened(chromium, file, reduced_motion="reduce") as page:
         assert re.search(about, shown(page, "#about")[0])
-        budget = None if "no budget" in about else plan.memory_budget.usable_bytes
+        budget = None if "no budget" in about else plan.memory_budget.bytes_within_margin
         wanted = [first, "seconds" if card else "FLOPs", budget]
         assert page.evaluate("[chart.step.name, DATA.axis, DATA.budget]") == wanted
 
@@ -282,7 +281,7 @@ def test_narrow_and_wide(chromium, tmp_path, width):
 def test_nothing_ends_the_script():
     """Neither a name nor a line of code."""
     code = "x = '</script>' // <!--"
-    page = memory_page.write_page({"lines": [["model.py:1", code]]}, "python")
+    page = memory_page.render_page({"lines": [["model.py:1", code]]}, "python")
     inside = page.partition("const DATA = ")[2].partition(";\n")[0]
     assert "<" not in inside and json.loads(inside)["lines"][0][1] == code
     assert not re.search(r"(src|href)=\"(?!data:)", page) and "http" not in page

@@ -12,8 +12,7 @@ from data.errors import MiniGPTError
 from planner import CARDS, Layout
 from planner.choose import uniform_policies
 from scripts import memory_page, plan_memory
-from scripts.plans import CommandPlan as Plan
-from scripts.plans import advice, plan_for_command
+from scripts.plans import CommandPlan, advice, plan_for_command
 from trainer.device import MemoryBudget
 from trainer.plan import plan_run
 from trainer.process import OneProcess
@@ -35,10 +34,10 @@ def flags_of(model: str, share: float | None = None) -> str:
     return f"{shape} --memory-budget {budget_of(model, share)}b --card {card.replace(' ', '-')}"
 
 
-def of_card(model: str, settings: Settings) -> Plan:
+def of_card(model: str, settings: Settings) -> CommandPlan:
     """To the planner itself."""
     card, gpu = CARDS[MODELS[model][0]], torch.device("cuda")
-    return Plan(settings, 4096, gpu, torch.bfloat16, card=card)
+    return CommandPlan(settings, 4096, gpu, torch.bfloat16, card=card)
 
 
 @cache
@@ -77,7 +76,9 @@ def ways_on_the_page(model: str) -> list:
 def of_the_page(model: str, flags: str) -> str | None:
     settings = memory_page.parse(flags.split())
     room = plan_for_command(settings, Layout()).memory_budget
-    fitting = (name for peak, _, name, _ in ways_on_the_page(model) if peak <= room.usable_bytes)
+    fitting = (
+        name for peak, _, name, _ in ways_on_the_page(model) if peak <= room.bytes_within_margin
+    )
     return next(fitting, None)
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from scripts import plan_memory
 from scripts.plan_table import STEP, changes, most_that_fit, search_settings, with_length
-from scripts.plans import OTHER_WAYS
-from scripts.plans import CommandPlan as Plan
+from scripts.plans import OTHER_WAYS, CommandPlan
 from trainer.settings import to_words
 
 NONE = "--use-activation-checkpoint none"
@@ -21,7 +20,7 @@ TYPED = "--seq-len 64 --batch-size 4 --grad-accum-steps 3 --card H100"
 pytestmark = pytest.mark.usefixtures("everything_travels")  # as in answers
 
 
-def asked(tensors: float, more: str = "") -> Plan:
+def asked(tensors: float, more: str = "") -> CommandPlan:
     """With so many bytes for tensors."""
     return replace(question(f"{TYPED} {more}"), memory_budget=room_for(tensors))
 
@@ -94,7 +93,7 @@ def test_the_flags_of_a_length(flags, length, words):
 # ---- all knobs
 
 
-def dealt(one: Plan, size: int) -> Plan:
+def dealt(one: CommandPlan, size: int) -> CommandPlan:
     """Its sequences of a step in micro-batches of that size."""
     sequences = one.settings.batch_size * one.settings.grad_accum_steps
     parts = {"batch_size": size, "grad_accum_steps": sequences // size}
@@ -119,14 +118,14 @@ def test_the_fastest_of_all_is_found(peaks, share):
     found, every, sizes = search_settings(one), {}, (1, 2, 3, 4, 6, 12)
     for size in sizes:
         fastest = dealt(one, size).with_fastest_policy()
-        if fastest.peak <= one.usable_bytes:
+        if fastest.peak <= one.bytes_within_margin:
             every[size] = fastest.seconds
     times = [way.seconds for way in found]
     assert times == sorted(times) and set(times) <= set(every.values())
     assert min(times, default=None) == min(every.values(), default=None)
     for way in found:
         sequences = way.settings.batch_size * way.settings.grad_accum_steps
-        assert way.peak <= one.usable_bytes and sequences == 12
+        assert way.peak <= one.bytes_within_margin and sequences == 12
 
 
 def test_reproducible_sums_are_of_powers_of_two(peaks):

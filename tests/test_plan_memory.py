@@ -63,7 +63,9 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
         )
         assert row["fits"] == (step.peak <= room.limit_bytes)
         assert (
-            row["fits_safely"] == (step.peak <= room.usable_bytes) == (row["largest_batch"] >= 64)
+            row["fits_safely"]
+            == (step.peak <= room.bytes_within_margin)
+            == (row["largest_batch"] >= 64)
         )
         word = "yes" if row["fits_safely"] else "tight" if row["fits"] else "no"
         assert re.search(f"  {word} +{row['largest_batch']:,}$", line)
@@ -74,7 +76,7 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
             assert f"  {estimate}  {word} " in line
             assert row["tokens_per_s"] == pytest.approx(sequences * 32 / plan.seconds)
     fitting = [row for row in answer.json["rows"][:-1] if row["fits_safely"]]
-    by = "seconds" if plain.card else "replayed"
+    by = "seconds" if plain.card else "recomputed_flops_share"
     cheapest = min(fitting, key=lambda row: (row[by], bool(plain.card) * row["peak_bytes"]))
     assert answer.json["takes"] == cheapest["name"] and takes in (None, cheapest["name"])
     (mark,) = [line for line in answer.table if line.startswith(">")]
@@ -101,7 +103,9 @@ def test_the_extra_flops_are_those_of_a_changed_mlp(monkeypatch):
     for up_project in (MLP.up_project, lambda mlp, x: mlp.c_fc(x) + mlp.c_fc(x)):
         monkeypatch.setattr(MLP, "up_project", up_project)
         plan = question("--device cuda").with_policy("full")
-        extra.append(as_row(plan)["replayed"] * plan.step.needed_and_replayed_flops[0])
+        extra.append(
+            as_row(plan)["recomputed_flops_share"] * plan.step.needed_and_replayed_flops[0]
+        )
     blocks, tokens, weights = 2, BATCH * 32, 16 * 64
     assert extra[1] - extra[0] == pytest.approx(2 * blocks * tokens * weights)
 
@@ -142,7 +146,7 @@ def test_what_the_state_settles_is_answered_before_a_step(capsys, monkeypatch, b
     _, said, *rest = capsys.readouterr().out.strip().split("\n\n")
     assert "nothing fits; weights, gradients and AdamW's state alone take 23.2 GiB, more" in said
     assert asked == [] and len(rest) == tables
-    usable = question(f"--device cuda --memory-budget {budget}").usable_bytes
+    usable = question(f"--device cuda --memory-budget {budget}").bytes_within_margin
     ways = re.findall(r"(--[^(]*) \(([\d.]+ GiB)\)", said)
     assert len(ways) == (3 if tables else 0) and OTHER_WAYS in said
     for words, size in ways:

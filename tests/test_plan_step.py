@@ -77,7 +77,7 @@ def measured(
 
     step()
     storages = LiveStorages()
-    storages.count_tensors([*model.parameters()], [*model.buffers()], [*optimizer.state.values()])
+    storages.track_storages([*model.parameters()], [*model.buffers()], [*optimizer.state.values()])
     with storages:
         step()
     return storages.peak

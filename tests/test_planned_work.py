@@ -93,8 +93,8 @@ def planner_key(plan) -> tuple:
 class BetweenBlocks(MemorySavingGPT):
     """Does something of its own before each block."""
 
-    def blocks_with_recompute(self):
-        for run, is_full in super().blocks_with_recompute():
+    def block_calls(self):
+        for run, is_full in super().block_calls():
             yield lambda x, *more, run=run, **named: run(x * 1.0, *more, **named), is_full
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from planner import Layout
 from planner.shards import RECEIVED
-from scripts.plans import CommandPlan as Plan
+from scripts.plans import CommandPlan
 from train_ddp import DDPProcess
 from train_fsdp import FSDPProcess
 from trainer.reproducible_sums import GradientTree, pairwise_all_reduce_hook, pairwise_sum
@@ -202,7 +202,7 @@ def test_a_plan_has_the_sums_that_wait(kind, processes, n, more):
     """`more`: sums of a parameter, or of a shard. What they really take: test_memory.py and
     test_shards.py."""
     with_flag, without = (
-        Plan(
+        CommandPlan(
             parse(TOY, f"--grad-accum-steps={n}", flag),
             *(31, torch.device("cpu"), torch.float32),
             layout=Layout(kind, 0, processes),
@@ -220,7 +220,7 @@ def test_a_plan_has_the_sums_that_wait(kind, processes, n, more):
 @pytest.mark.parametrize(("flags", "received"), [("--reproducible-sums", True), ("", False)])
 def test_a_gpu_receives_gradients_into_a_copy(flags, received):
     settings, layout = parse(TOY, "--grad-accum-steps=4", flags), Layout("fsdp", 0, 2)
-    plan = Plan(settings, 31, torch.device("cuda"), torch.float32, layout=layout)
+    plan = CommandPlan(settings, 31, torch.device("cuda"), torch.float32, layout=layout)
     sizes = [s.nbytes for s in plan.planner.record(1).storages if s.name == RECEIVED]
     assert all(sizes) and bool(sizes) == received
 

@@ -32,7 +32,7 @@ from harness.runs import (
 from planner import Layout
 from planner.choose import pareto_frontier, simulate_policies_fastest_first
 from trainer.device import choose_precision
-from trainer.plan import Plan
+from trainer.plan import StepPlan
 
 slow, case, CPU = pytest.mark.slow, pytest.param, torch.device("cpu")
 SHAPE = "--n-layers=4 --batch-size=4 --num-steps=4"  # with more policies to choose from
@@ -113,7 +113,7 @@ def budgets(*flags: str) -> dict[str, float]:
     """The policies that `auto` takes, each by a budget for it, in KiB."""
     settings = parse(*TINY, *SHAPE.split(), *flags)
     precision, layout = choose_precision(settings, CPU), Layout("ddp", world_size=2)
-    planner = Plan(settings, 31, CPU, precision, layout=layout).planner
+    planner = StepPlan(settings, 31, CPU, precision, layout=layout).planner
     ways = pareto_frontier(simulate_policies_fastest_first(planner, settings.batch_size))
     return {way.config.recompute: math.ceil(way.peak / 0.9 + 1) / 1024 for way in ways}
 

@@ -25,7 +25,7 @@ from model import MiniGPTConfig
 from planner import Layout, Planner
 from planner.choose import pick_fastest_fitting_step
 from planner.shards import GLOO, state_bytes
-from scripts.plans import CommandPlan as Plan
+from scripts.plans import CommandPlan
 from train_fsdp import FSDPProcess
 from train_sp import SPProcess
 from trainer.check_model import make_model_without_memory
@@ -206,7 +206,8 @@ def test_plan_memory_plans_shards(kind, n, replicas, said):
     precision = getattr(torch, answer.json["precision"])
     layouts = Layout(kind, world_size=n), Layout()
     plans = (
-        Plan(parse(SHAPE), 64, torch.device("cuda"), precision, layout=layout) for layout in layouts
+        CommandPlan(parse(SHAPE), 64, torch.device("cuda"), precision, layout=layout)
+        for layout in layouts
     )
     peak, alone = (plan.planner.step(BATCH, recompute="full").peak for plan in plans)
     assert answer.peaks["full"] == peak < alone

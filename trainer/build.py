@@ -1,5 +1,5 @@
 """Run a trainer from its settings to its exit code. Build the run in the order in which it happens:
-Settings and weights, a Plan, the data, the model, the Run."""
+Settings and weights, a StepPlan, the data, the model, the Run."""
 
 import math
 import os
@@ -38,7 +38,7 @@ from .metrics import (
     open_metrics,
 )
 from .optimizer import make_optimizer
-from .plan import Plan, plan_run, vocab_size_of
+from .plan import StepPlan, plan_run, vocab_size_of
 from .pretrained import Pretrained, SnapshotOrPretrained, open_init_from
 from .process import OneProcess
 from .report import describe_result, describe_run, resume_command, sample_text
@@ -249,7 +249,7 @@ def load_data_and_plan(
     process: OneProcess,
     precision: torch.dtype,
     origin: SnapshotOrPretrained,
-) -> tuple[Dataset, MiniGPTConfig, list[Plan], str]:
+) -> tuple[Dataset, MiniGPTConfig, list[StepPlan], str]:
     """Load the data and predict the memory of a step. Check that all processes train the same model
     on the same data. Return the data, the model's config, and plans and text of `plan_run`.
 
@@ -264,7 +264,7 @@ def load_data_and_plan(
     vocab_size = process.run_on_all_ranks(lambda: vocab_size_of(settings, tokenizer_of(origin)))
     with process.showing_message("predicting the memory of a step"):
         policy, plans, words = plan_run(settings, vocab_size, process, precision)
-    data = process.run_on_all_ranks(lambda: find_data(settings, process, origin))
+    data = process.run_on_all_ranks(lambda: load_run_data(settings, process, origin))
     prints = f"{data.fingerprint[:8]} {data.tokenizer.fingerprint[:8]}"
     data_facts: dict[str, object] = {"--train-data": f"{data.description}, fingerprint {prints}"}
     raise_if_ranks_differ(process.all_gather_object(data_facts))
@@ -328,7 +328,7 @@ def tokenizer_of(origin: SnapshotOrPretrained) -> Tokenizer | None:
     return origin.tokenizer if origin else None
 
 
-def archive_and_open_logs(run: Run) -> None:
+def rename_old_files_and_open_logs(run: Run) -> None:
     """On rank 0, rename the files of an older run, and open metrics.jsonl and the logger of
     --log-to.
 
@@ -352,7 +352,7 @@ def archive_and_open_logs(run: Run) -> None:
         run.metric_writers.append(log)
 
 
-def find_data(
+def load_run_data(
     settings: Settings, process: OneProcess, origin: SnapshotOrPretrained = None
 ) -> Dataset:
     """Return the data that the flags of the group "data" describe.

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from data.errors import MiniGPTError
 from memory import MemorySavingGPT, policies
-from model import DRAWN_LAYERS, MiniGPT, MiniGPTConfig
+from model import INITIALIZED_LAYERS, MiniGPT, MiniGPTConfig
 from planner import Layout
 
 from .process import OneProcess
@@ -69,7 +69,7 @@ def make_model_without_memory(
         weights = dict(module.named_parameters(recurse=False))
         others = {name: value for name, value in vars(module).items() if torch.is_tensor(value)}
         for name, tensor in (others | dict(module.named_buffers(recurse=False)) | weights).items():
-            if name not in weights or tensor.is_meta != isinstance(module, DRAWN_LAYERS):
+            if name not in weights or tensor.is_meta != isinstance(module, INITIALIZED_LAYERS):
                 raise MiniGPTError(
                     "model.py: a model gets its memory after it is made, so the first values of "
                     f"{name} would be lost: compute them in forward, or make a parameter with "
@@ -100,7 +100,7 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
     rng = torch.random.fork_rng([process.device] if on_gpu else [])
     with rng, torch.enable_grad(), backend:
         with BranchesOnTensors() as branches:
-            config, alone = small_config_and_step(model.config)
+            config, alone = small_config_and_reference(model.config)
         saving, plain = partial(small_step, MemorySavingGPT), replace(config, **PLAIN)
         second = small_step(MiniGPT, plain, batches=[1])["loss 1"]
         if not torch.equal(alone["loss 1"], second):
@@ -216,7 +216,7 @@ def raise_if_different(
 # ---- steps of a small model
 
 
-def small_config_and_step(config: MiniGPTConfig) -> tuple[MiniGPTConfig, TensorByName]:
+def small_config_and_reference(config: MiniGPTConfig) -> tuple[MiniGPTConfig, TensorByName]:
     """Return the config of the small model, and its step without any technique.
 
     The small model has few channels. If model.py cannot have so few, because it names a number of

@@ -221,14 +221,14 @@ class MemoryBudget:
         return max(total // 10, least)
 
     @property
-    def usable_bytes(self) -> int | None:
+    def bytes_within_margin(self) -> int | None:
         """Bytes that tensors may use: the total minus the margin; None: unknown."""
         return None if self.limit_bytes is None else self.limit_bytes - self.margin
 
     def __str__(self) -> str:
         """Return the usable bytes as text: "54.0 MiB (60.0 MiB less a margin of 6.0 MiB)"."""
         usable, total, margin = map(
-            format_bytes, (self.usable_bytes or 0, self.limit_bytes or 0, self.margin)
+            format_bytes, (self.bytes_within_margin or 0, self.limit_bytes or 0, self.margin)
         )
         return f"{usable} ({total}{' free,' * self.is_free} less a margin of {margin})"
 
@@ -247,7 +247,11 @@ def budget_on(
         processes: number of processes that share the device's free memory.
         here: number of processes on this machine. They share the CPU memory.
     """
-    host = None if device.type == "cpu" else budget_on(torch.device("cpu"), None, here).usable_bytes
+    host = (
+        None
+        if device.type == "cpu"
+        else budget_on(torch.device("cpu"), None, here).bytes_within_margin
+    )
     free = free_and_total_memory(device)[0] if budget is None else None
     limit = budget if free is None else free // processes
     return MemoryBudget(limit, device.type, is_free=free is not None, host_usable_bytes=host)

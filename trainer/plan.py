@@ -1,8 +1,8 @@
 """Plan a run: the memory of its step before it runs, and the recompute policy for
 --use-activation-checkpoint auto.
 
-planner/ simulates steps and finds the fastest policy. A `Plan` asks it about the settings of a run;
-a plan with another policy is another Plan. (scripts/plans.py has what only commands ask.)
+planner/ simulates steps and finds the fastest policy. A `StepPlan` asks it about the settings of a
+run; with another policy it is another StepPlan. (scripts/plans.py has what only commands ask.)
 """
 
 import shlex
@@ -39,7 +39,7 @@ from .optimizer import make_optimizer
 from .process import OneProcess
 from .settings import Rule, Settings, names_with
 
-P = TypeVar("P", bound="Plan")
+P = TypeVar("P", bound="StepPlan")
 OFFLOAD_POLICY = "full+offload"
 POLICY_FLAG = "use_activation_checkpoint"
 # After memory ran out, torchrun may start the run again. Then the new policy should have a
@@ -106,7 +106,7 @@ def make_planner(
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """The memory of a training step with these settings, before it runs."""
 
     settings: Settings
@@ -160,16 +160,16 @@ class Plan:
         return self if self.policy == "none" else self.with_policy("none")
 
     @property
-    def usable_bytes(self) -> int:
+    def bytes_within_margin(self) -> int:
         """Bytes that tensors may take; sys.maxsize if the budget is unknown."""
-        usable = self.memory_budget.usable_bytes
+        usable = self.memory_budget.bytes_within_margin
         return sys.maxsize if usable is None else usable
 
     def with_fastest_policy(self: P) -> P:
         """Return the plan with the fastest policy that fits; if none fits, with the policy that has
         the smallest peak."""
         size, card = self.settings.batch_size, self.card
-        step = pick_fastest_fitting_step(self.planner, size, self.usable_bytes, card)
+        step = pick_fastest_fitting_step(self.planner, size, self.bytes_within_margin, card)
         return self.with_policy(step.config.recompute)
 
     def deeper(self: P) -> Iterator[P]:
@@ -202,7 +202,7 @@ def plans_to_try(plans: Iterable[P], share: float = 1.0) -> Iterator[P]:
     """
     deeper = iter(plans)
     failed = next(deeper)
-    usable = MemoryBudget(int(share * failed.peak), failed.device.type).usable_bytes or 0
+    usable = MemoryBudget(int(share * failed.peak), failed.device.type).bytes_within_margin or 0
     too_large = []
     for plan in deeper:
         if plan.peak <= usable and plan.policy != OFFLOAD_POLICY:
@@ -240,7 +240,7 @@ def vocab_size_of(settings: Settings, tokenizer: Tokenizer | None = None) -> int
 
 def plan_run(
     settings: Settings, vocab_size: int, process: OneProcess, precision: torch.dtype
-) -> tuple[str, list[Plan], str]:
+) -> tuple[str, list[StepPlan], str]:
     """Choose the policy of `auto`, and predict the memory that a step will need.
 
     `precision`: the dtype of the model's matmuls. Returns the recompute policy, the plan in use and
@@ -256,7 +256,7 @@ def plan_run(
     budget = budget_on(device, settings.memory_budget, process.processes_on_device, here=here)
     if layout.shard_degree > 1:
         budget = min(process.all_gather_object(budget), key=lambda budget: budget.limit_bytes or 0)
-    plan = Plan(settings, vocab_size, device, precision, budget, card, layout)
+    plan = StepPlan(settings, vocab_size, device, precision, budget, card, layout)
     plan_here = partial(plan_on_this_rank, plan, process)
     chooses_alone = settings.use_activation_checkpoint == AUTO and layout.shard_degree == 1
     policy, plans, words = (
@@ -269,7 +269,7 @@ def plan_run(
     return policy, plans, words
 
 
-def plan_on_this_rank(plan: Plan, process: OneProcess) -> tuple[str, list[Plan], str]:
+def plan_on_this_rank(plan: StepPlan, process: OneProcess) -> tuple[str, list[StepPlan], str]:
     """Return the result of `plan_run` for this process, without a comparison of the processes."""
     words = ""
     if plan.settings.use_activation_checkpoint == AUTO:
@@ -294,11 +294,11 @@ def plan_on_this_rank(plan: Plan, process: OneProcess) -> tuple[str, list[Plan],
     # To plan what is deeper takes longer than all else here. A run that is far from the limit does
     # it if memory runs out all the same (run.switch_policy). One of several processes
     # never switches.
-    may_switch = plan.layout.kind == "one" and plan.peak > plan.usable_bytes // 4
+    may_switch = plan.layout.kind == "one" and plan.peak > plan.bytes_within_margin // 4
     return plan.policy, [plan, *(plan.deeper() if may_switch else ())], words
 
 
-def choose_fitting_policy(plan: Plan) -> Plan:
+def choose_fitting_policy(plan: StepPlan) -> StepPlan:
     """Return the plan with the policy that `auto` chooses.
 
     Raises MiniGPTError if no policy fits, or if the free memory is unknown.
@@ -307,7 +307,7 @@ def choose_fitting_policy(plan: Plan) -> Plan:
     if budget.limit_bytes is None:
         raise MiniGPTError("--memory-budget: this system does not report its free memory")
     chosen = plan.with_fastest_policy()
-    if chosen.peak <= plan.usable_bytes:
+    if chosen.peak <= plan.bytes_within_margin:
         return chosen
     raise MiniGPTError(
         f"{'--use-activation-checkpoint auto' if budget.is_free else '--memory-budget'}: tensors "
@@ -316,7 +316,7 @@ def choose_fitting_policy(plan: Plan) -> Plan:
     )
 
 
-def describe_peaks(plan: Plan) -> str:
+def describe_peaks(plan: StepPlan) -> str:
     """Return text on the predicted memory of the planned step, and of a step without recompute."""
     steps = {plan.policy: plan} if plan.policy != "none" else {}
     steps["without recompute"] = plan.without_recompute
@@ -327,7 +327,7 @@ def describe_peaks(plan: Plan) -> str:
     return "; ".join(parts) + " (predicted)"
 
 
-def warnings_about(plan: Plan, process: OneProcess) -> str:
+def warnings_about(plan: StepPlan, process: OneProcess) -> str:
     """Return the lines, each after a newline, that the user should read about a planned step.
 
     Raises MiniGPTError with exit code 4 if all processes on the device together need more memory
@@ -348,7 +348,7 @@ def warnings_about(plan: Plan, process: OneProcess) -> str:
         )
     host, note = budget.host_usable_bytes, plan.planner.inaccuracy_note
     lines = [f"note     {note}"] if note else []
-    if step.peak > plan.usable_bytes:
+    if step.peak > plan.bytes_within_margin:
         lines.append(f"warning  {need}, but tensors may take {budget}; {capacity} in all; {hint}")
     if host is not None and step.host_bytes > host:
         lines.append(

@@ -75,7 +75,7 @@ def with_saved_flags(settings: S, resumed: LoadedSnapshot) -> S:
     pairs = [pair for pair in EXCLUSIVE_FLAGS if settings.typed.keys() & {*pair}]
     kept = {name: value for name, value in saved.items() if name not in sum(pairs, ())}
     path = settings.checkpoint_path  # this trainer's default, if it is not typed
-    return type(settings).from_typed({**kept, **settings.typed}, checkpoint_path=path)
+    return type(settings).from_given_flags({**kept, **settings.typed}, checkpoint_path=path)
 
 
 def settings_of(state: State) -> Settings:

@@ -23,7 +23,7 @@ from planner import PlanError
 from .check_model import check_model
 from .clocks import StepClock
 from .metrics import Write, format_bytes
-from .plan import Plan, plans_to_try
+from .plan import StepPlan, plans_to_try
 from .process import OneProcess
 from .reproducible_sums import GradientTree
 from .settings import Settings
@@ -56,8 +56,8 @@ class Run:
     val_batches: ValBatches
     clock: StepClock
     # The plan in use and, in order, the plans that the run may switch to when memory runs out: see
-    # `Plan.deeper`. Empty if the memory could not be predicted.
-    plans: list[Plan] = field(default_factory=list)
+    # `StepPlan.deeper`. Empty if the memory could not be predicted.
+    plans: list[StepPlan] = field(default_factory=list)
     held_lock: IO[str] | None = None  # while open, no second run can write to the same files
     # Functions that write a log record; on rank 0 only.
     metric_writers: list[Write] = field(default_factory=list)

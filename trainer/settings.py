@@ -308,10 +308,10 @@ class Settings:
                 options = row.metadata["options"]
                 shown = options | {"help": options["help"].replace("{default}", str(default))}
                 group.add_argument(flag(row.name), default=argparse.SUPPRESS, **shown)
-        return cls.from_typed(vars(parser.parse_args(argv)), **defaults)
+        return cls.from_given_flags(vars(parser.parse_args(argv)), **defaults)
 
     @classmethod
-    def from_typed(cls: type[S], typed: Mapping[str, Any], **defaults: Any) -> S:
+    def from_given_flags(cls: type[S], typed: Mapping[str, Any], **defaults: Any) -> S:
         """Return the settings in which the flags `typed` have these values, and all others their
         defaults."""
         if shape := SHAPE_BY_MODEL.get(typed.get("model", "")):

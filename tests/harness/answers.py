@@ -16,7 +16,7 @@ from harness.runs import parse
 
 from scripts import plan_memory
 from trainer.device import MemoryBudget
-from trainer.plan import Plan
+from trainer.plan import StepPlan
 from trainer.settings import Settings
 
 SHAPE = "--use-toy-data --vocab-size 61 --n-layers 2 --n-heads 2 --d-model 16 --seq-len 32"
@@ -65,7 +65,7 @@ def words(flags: str) -> list[str]:
     return f"{SHAPE} --batch-size {BATCH} {flags}".split()
 
 
-def question(flags: str) -> Plan:
+def question(flags: str) -> StepPlan:
     """Return the plan of plan_memory for these flags."""
     return plan_memory.make_plan(plan_memory.parse(words(flags)))
 
@@ -80,7 +80,7 @@ def budget_for(tensors: float) -> str:
 def room_for(tensors: float) -> MemoryBudget:
     """Return the smallest memory budget on a CPU that lets tensors take `tensors` bytes."""
     about = (MemoryBudget(n, "cpu") for n in count(int(tensors / 0.9) - 1))
-    return next(budget for budget in about if budget.usable_bytes >= tensors)
+    return next(budget for budget in about if budget.bytes_within_margin >= tensors)
 
 
 def run(words: list[str]) -> Settings:

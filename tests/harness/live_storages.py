@@ -22,10 +22,10 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.count_tensors(args, kwargs, result)
+        self.track_storages(args, kwargs, result)
         return result
 
-    def count_tensors(self, *tensors: object) -> None:
+    def track_storages(self, *tensors: object) -> None:
         """Count the storages of all tensors in `tensors`, at any depth of lists, tuples and dicts.
         Then update the peak."""
         for leaf in tree_leaves(tensors):

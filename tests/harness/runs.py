@@ -24,7 +24,7 @@ import torch
 import train_minimal
 import trainer.build
 import trainer.plan
-from trainer.plan import Plan
+from trainer.plan import StepPlan
 from trainer.process import OneProcess
 from trainer.run import Run
 from trainer.settings import Settings, resolve
@@ -251,19 +251,19 @@ def plan_nothing() -> None:
         if settings.use_activation_checkpoint == "auto" or process.failed_policy:
             return trainer.plan.plan_run(settings, vocab_size, process, precision)
         where = process.device, precision
-        plan = Plan(settings, vocab_size, *where, layout=process.layout)
+        plan = StepPlan(settings, vocab_size, *where, layout=process.layout)
         return plan.policy, PlannedLate([plan]), "not predicted"
 
     trainer.build.plan_run = plan
 
 
-class PlannedLate(list[Plan]):
+class PlannedLate(list[StepPlan]):
     """A plan, followed by its `deeper` plans, which are made only if memory runs out."""
 
     def __bool__(self) -> bool:
         return False  # so no peak is asked for
 
-    def __iter__(self) -> Iterator[Plan]:
+    def __iter__(self) -> Iterator[StepPlan]:
         yield self[0]
         yield from self[0].deeper()
 
