@@ -3,18 +3,29 @@ says so. The changes: harness/changed.py."""
 
 import random
 import re
+import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
 import torch
 from cases.shapes import WIDE
-from harness.changed import CHANGES, FOLLOWED, REFUSED, changed_model, changed_techniques, put_in
+from harness.changed import (
+    CHANGES,
+    FOLLOWED,
+    REFUSED,
+    changed_model,
+    changed_source,
+    changed_techniques,
+    put_in,
+)
 from harness.gpt2_folder import write_folder
 from harness.planned import measured_peak, planner
 from harness.runs import (
+    ROOT,
     contents,
     parse,
+    run,
     same,
     snapshot,
     start_together,
@@ -109,6 +120,12 @@ def test_a_short_sequence_is_no_difference_and_no_random_number_is_taken(policy,
     model, states = make("relu_squared", config), (torch.get_rng_state(), random.getstate())
     check_model(model, ONE, torch.bfloat16)
     assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+
+
+def test_the_patch_makes_the_modern_block(tmp_path):
+    shutil.copy(ROOT / "model.py", tmp_path)
+    run(["git", "apply", str(ROOT / "docs/modern_block.patch")], timeout=30, cwd=tmp_path)
+    assert (tmp_path / "model.py").read_text("utf-8") == changed_source("modern")
 
 
 # ---- one model, by however many processes and in however many parts

@@ -1,6 +1,5 @@
 """Replace model.py by a changed model.py. The changes are examples of what users change."""
 
-import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -36,12 +35,11 @@ ENTER = "            layer_cache = None if kv_cache is None else kv_cache.setdef
 LEAVE = "        x = self.ln_f(x)\n"
 
 
-def of_document() -> dict[str, list[tuple[str, str]]]:
-    """Return the changes of docs/change.md: name -> [(old lines, new lines)]. Each hunk of the diff
-    names its change. "modern": all of them."""
-    text = (ROOT / "docs/change.md").read_text("utf-8")
+def parts_of_modern_block() -> dict[str, list[tuple[str, str]]]:
+    """Return the parts of docs/modern_block.patch: name -> [(old lines, new lines)]. "modern": all
+    of them."""
     changes: dict[str, list[tuple[str, str]]] = {}
-    for hunk in re.search("^```diff\n(.*?)^```", text, re.M | re.S)[1].split("@@ ")[1:]:
+    for hunk in (ROOT / "tests/cases/modern_block.diff").read_text("utf-8").split("@@ ")[1:]:
         name, *lines = hunk.splitlines(keepends=True)
         old, new = ("".join(row[1:] for row in lines if row[0] in kept) for kept in (" -", " +"))
         for key in (name.strip().lower().replace(" ", "_"), "modern"):
@@ -51,7 +49,7 @@ def of_document() -> dict[str, list[tuple[str, str]]]:
 
 # Name of a change -> [(lines of model.py, their replacement)]
 CHANGES: dict[str, list[tuple[str, str]]] = {
-    **of_document(),
+    **parts_of_modern_block(),
     "gate": [  # swiglu, but a separate linear layer computes the gate
         (C_FC, C_FC + C_FC.replace("c_fc", "c_gate")),
         (
@@ -372,16 +370,21 @@ REFUSED: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
 }
 
 
-@cache
-def changed_model(*names: str) -> ModuleType:
-    """Return a module: model.py with these changes. `names`: keys of CHANGES or REFUSED."""
+def changed_source(*names: str) -> str:
+    """Return model.py with these changes. `names`: keys of CHANGES or REFUSED."""
     source = (ROOT / "model.py").read_text("utf-8")
     for name in names:
         for before, after in CHANGES[name] if name in CHANGES else REFUSED[name][2]:
             assert before in source, f"{name}: model.py has no {before!r} any more"
             source = source.replace(before, after)
+    return source
+
+
+@cache
+def changed_model(*names: str) -> ModuleType:
+    """Return a module: the source changed so."""
     module = ModuleType("model")
-    exec(compile(source, ROOT / "model.py", "exec"), vars(module))
+    exec(compile(changed_source(*names), ROOT / "model.py", "exec"), vars(module))
     return module
 
 
