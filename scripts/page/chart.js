@@ -86,20 +86,19 @@ class Chart extends Frame {
     const {context: c, frame: f} = this;
     const [bottom, top] = this.range;
     const [unit, size] = unitOf(top);
-    const rough = (top - bottom) / size / 6, power = 10 ** Math.floor(Math.log10(rough));
-    const tick = [1, 2, 5, 10].find((n) => n * power >= rough) * power;
-    this.snap = tick * size / 20; // bytes: a dragged budget is a multiple of this
+    const ticks = roundNumbers(bottom / size, top / size, 6);
+    this.snap = (ticks[1] - ticks[0]) * size / 20; // bytes: a dragged budget is a multiple of this
     c.textAlign = "right";
     c.textBaseline = "middle";
-    for (let n = Math.ceil(bottom / size / tick); n * tick * size < top; n++) {
-      const y = Math.round(this.toY(n * tick * size)) + 0.5;
+    for (const n of ticks) {
+      const y = Math.round(this.toY(n * size)) + 0.5;
       c.strokeStyle = this.colors.light;
       c.beginPath();
       c.moveTo(f.left, y);
       c.lineTo(f.left + f.width, y);
       c.stroke();
       c.fillStyle = this.colors.ink;
-      c.fillText(String(Number((n * tick).toPrecision(6))), f.left - 6, y);
+      c.fillText(String(n), f.left - 6, y);
     }
     c.textAlign = "left";
     c.fillText(this.isEnlarged ? `${unit}, not from 0` : unit, 4, f.top - 12);
@@ -191,7 +190,7 @@ class Chart extends Frame {
     c.restore();
   }
 
-  // Draws the rows of phases and of blocks under the picture.
+  // Draws the rows of phases, of blocks, and of the axis under the picture.
   drawRibbon() {
     const {context: c, frame: f} = this, y = f.top + f.height + 4;
     const lit = this.cursor.storage < 0 ? -1 : this.step.block[this.cursor.storage];
@@ -209,14 +208,14 @@ class Chart extends Frame {
       this.box(part, y + RIBBON, String(part.block), isLit ? this.colors.accent : this.colors.light,
         isLit ? this.colors.paper : this.colors.ink);
     }
+    const [unit, size] = DATA.axis === "seconds" ? [" ms", 1e-3] : ["%", 1e-2];
+    c.fillStyle = this.colors.ink;
+    for (const n of roundNumbers(this.view[0] / size, this.view[1] / size, f.width / 80))
+      c.fillText(`${n}${unit}`, Math.max(f.left + 16, this.toX(n * size)), y + 2.5 * RIBBON + 1);
     c.restore();
     c.textAlign = "left";
-    c.textBaseline = "top";
-    c.fillStyle = this.colors.ink;
-    if (f.left > 50) {
-      c.fillText("phase", 4, y + 1);
-      c.fillText("block", 4, y + RIBBON + 1);
-    }
+    const rows = ["phase", "block", DATA.axis === "seconds" ? "time" : "FLOPs"];
+    if (f.left > 50) rows.forEach((name, i) => c.fillText(name, 4, y + (i + 0.5) * RIBBON));
   }
 
   box(part, y, words, fill, ink = this.colors.ink) {
@@ -227,8 +226,9 @@ class Chart extends Frame {
     c.fillStyle = ink;
     const left = Math.max(from, this.frame.left);
     const right = Math.min(to, this.frame.left + this.frame.width);
-    if (c.measureText(words).width + 4 < right - left)
-      c.fillText(words, (left + right) / 2, y + RIBBON / 2 - 1);
+    const width = c.measureText(words).width + 4;
+    if (width < right - left) c.fillText(words, (left + right) / 2, y + RIBBON / 2 - 1);
+    else if (words === "optimizer") c.fillText("optimizer ▸", left - width / 2 - 8, y + RIBBON / 2 - 1);
   }
 
   // Highlights the block of the storage under the cursor: the block's forward and backward, and the
@@ -348,6 +348,14 @@ class Chart extends Frame {
     c.lineTo(x, f.top + f.height + 4);
     c.stroke();
   }
+}
+
+// Returns about n round numbers between two others.
+function roundNumbers(from, to, n) {
+  const rough = (to - from) / n, power = 10 ** Math.floor(Math.log10(rough));
+  const tick = [1, 2, 5, 10].find((k) => k * power >= rough) * power, first = Math.ceil(from / tick);
+  return Array.from({length: Math.floor(to / tick) - first + 1}, (_, i) =>
+    Number(((first + i) * tick).toPrecision(6)));
 }
 
 // Returns the first of columns 0 .. end - 1 that shows instant `at` or a later one; `end`: none.

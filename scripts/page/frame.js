@@ -25,7 +25,7 @@ class Frame {
     this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
     const left = width < 600 ? 46 : 64, top = 24;
     this.frame = {
-      left, top, width: Math.max(1, width - left - 14), height: height - top - 2 * RIBBON - 10,
+      left, top, width: Math.max(1, width - left - 14), height: height - top - 3 * RIBBON - 10,
     };
     this.heights = null;
     this.place();

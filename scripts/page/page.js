@@ -198,7 +198,7 @@ function groupRow({name, kind, bytes, storages}, total, isOne) {
 function showLegend(at) {
   const step = chart.step;
   [...$("legend").children].forEach((item, k) => {
-    item.lastElementChild.textContent = format(step.ofKind[k][at]);
+    item.lastElementChild.textContent = format(step.ofKind[k][at], step.total[at]);
   });
 }
 
@@ -249,7 +249,6 @@ function begin() {
   $("about").textContent = DATA.about;
   $("command").textContent = DATA.command;
   $("unit").textContent = UNIT;
-  $("axis").textContent = `Horizontal axis: ${DATA.axis === "seconds" ? "predicted seconds" : "FLOPs"}`;
   makePolicies();
   makeLegend();
   makeZoom();

@@ -177,10 +177,10 @@ function unitOf(bytes) {
   return units.find(([, size]) => bytes >= size) || units[2];
 }
 
-// Returns bytes as text: "1.23 GiB", and below 1 KiB "12 bytes".
-function format(bytes) {
-  const [unit, size] = unitOf(bytes);
-  return bytes < size ? `${bytes} bytes`
+// Returns bytes as text, in the unit of `like`: "1.23 GiB", and below 1 KiB "12 bytes".
+function format(bytes, like = bytes) {
+  const [unit, size] = unitOf(like);
+  return like < size ? `${bytes} bytes`
     : `${(bytes / size).toFixed(unit === "GiB" ? 2 : 1)} ${unit}`;
 }
 
