@@ -1,6 +1,6 @@
 """Print the documents' tables of planned figures as Markdown; no GPU is needed.
 
-python -m studies.tables ladder    # what each policy costs: docs/ladder.md, README.md; a minute
+python -m studies.tables ladder    # what each policy costs: docs/ladder.md; a minute
 python -m studies.tables cards     # which card trains what: docs/planning.md; 3 minutes
 python -m studies.tables long      # how long a sequence may be: docs/long.md; 15 minutes
 
@@ -56,7 +56,6 @@ def planned(flags: str, policy: str = "none", clock: str = "") -> CommandPlan:
 # ---- What each policy costs
 
 PEAKS = {
-    "124M, B=2": "--model gpt2 --batch-size 2",
     "124M, B=12": "--model gpt2 --batch-size 12",
     "1.5B, B=4": "--model gpt2-xl --batch-size 4",
 }

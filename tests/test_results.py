@@ -96,12 +96,18 @@ def figures() -> dict[str, dict[str, str]]:
     }
 
 
-def test_the_first_table_is_what_was_predicted():
-    wanted = [
-        [figures()[rung][shape] for shape in ("124M, B=2", "124M, B=12")]
-        for rung in ("plain", "none", "full")
-    ]
-    assert [row[1:] for row in cells(README, "| | 2 seq")] == wanted
+CARDS = ["RTX-3060-12GB", "RTX-4060-Ti-16GB", "RTX-4090"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", range(3))
+def test_the_first_table_is_what_was_predicted(row):
+    """FLOPs, and the largest micro-batch of each card."""
+    chunks, policy = [(1, "none"), (0, "none"), (0, "full")][row]
+    flags = f"--model gpt2 --loss-chunks {chunks} --card"
+    plans = [tables.planned(f"{flags} {card}", policy) for card in CARDS]
+    wanted = [f"{step_flops(policy):.2f}", *(f"{plan.largest_batch:,}" for plan in plans)]
+    assert cells(README, "| | FLOPs")[row][1:] == wanted
 
 
 def kept() -> dict[str, float]:
