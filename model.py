@@ -3,10 +3,10 @@
 The architecture is GPT-2's (Radford et al., 2019): learned position embeddings, pre-LayerNorm
 blocks, tanh GELU, biases, and a head that shares its weight with the token embedding.
 
-Start at `MiniGPT.forward`, which runs the whole model. This project is about its call of
-`checkpoint`. This file is complete: it needs only torch. The trainers use a subclass with more
-techniques that save memory, MemorySavingGPT (memory/gpt.py). It overrides `embed`, `head_loss` and
-`block_calls`; the results are the same, up to the rounding of chunks.
+Start at `MiniGPT.forward`, which runs the whole model; its call of `checkpoint` is what this
+project is about. The file needs only torch. The trainers use a subclass that saves more memory,
+MemorySavingGPT (memory/gpt.py): it overrides `embed`, `head_loss` and `block_calls`, and its
+results are bitwise equal except for the rounding of chunks.
 
 Shapes: B batch size, T tokens per sequence, C channels (d_model), H heads, D = C / H, V vocabulary.
 """
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 # KV cache of a layer: [] or [keys, values], each (B, H, tokens so far, D). None: no cache.
 KVCache = list[Tensor] | None
-# Layers whose weights `init_weights` draws, also those that only a changed model may have.
+# Layers that `init_weights` initializes, including those that only a changed model may have.
 INITIALIZED_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Conv1d)
 
 
@@ -33,7 +33,7 @@ INITIALIZED_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Conv
 class MiniGPTConfig:
     """Shape of a MiniGPT (by default GPT-2 small, 124M parameters) and its memory settings.
 
-    Raises ValueError with the name of an impossible field."""
+    Raises ValueError that names the impossible field."""
 
     vocab_size: int = 50257
     max_position_embeddings: int = 1024
@@ -41,12 +41,11 @@ class MiniGPTConfig:
     n_heads: int = 12
     d_model: int = 768
     d_ff: int = 3072
-    dropout: float = 0.1
-    # Memory settings. `recompute` changes no bit of a result. Chunks change only the rounding.
+    dropout: float = 0.1  # GPT-2's value; the trainers' default is 0.0 (trainer/settings.py)
+    # Memory settings: results stay bitwise equal under `recompute`; chunks change their rounding.
     recompute: str = "none"  # "full": checkpoint each block. MemorySavingGPT has more policies
-    # Number of chunks of tokens, for MemorySavingGPT. 0: it chooses the number.
-    loss_chunks: int = 0  # chunks of the head and of the loss
-    mlp_chunks: int = 1  # chunks of ln_2 and the MLP, in blocks whose MLP backward recomputes
+    loss_chunks: int = 0  # chunks of tokens in the head and the loss; 0: MemorySavingGPT chooses
+    mlp_chunks: int = 1  # chunks of ln_2 and the MLP where backward recomputes them; 0: as above
 
     def __post_init__(self) -> None:
         shape = "vocab_size max_position_embeddings n_layers n_heads d_model d_ff".split()
@@ -80,7 +79,7 @@ class Attention(nn.Module):
     def attend(self, qkv: Tensor, kv_cache: KVCache = None) -> Tensor:
         """Run attention on q, k and v, side by side in `qkv` (B, T, 3C); return (B, T, C).
 
-        With `kv_cache`, append the new keys and values to it, and attend to all keys in it. In
+        With `kv_cache`, append the new keys and values to it and attend to all keys in it. In
         train_sp.py H and C are the heads and the channels of this rank."""
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         q, k, v = (x.view(B, T, -1, self.head_size).transpose(1, 2) for x in qkv.split(C, dim=2))
@@ -89,7 +88,7 @@ class Attention(nn.Module):
                 k, v = (torch.cat(pair, dim=2) for pair in zip(kv_cache, (k, v), strict=True))
             kv_cache[:] = k, v
         # A single token may attend to all keys, so it needs no causal mask. The fused kernel never
-        # stores the scores (B, H, T, T): its backward recomputes them.
+        # stores the scores (B, H, T, T), because its backward recomputes them.
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
         return y.transpose(1, 2).reshape(B, T, C)
@@ -115,13 +114,13 @@ class MLP(nn.Module):
 
 def takes_policy(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Let `block(x, ..., policy=p)` return p(block, x, ...). A policy (memory/policies.py) runs
-    `forward` on a View: the same block, but with activation checkpoints around some methods."""
+    `forward` on a View: a proxy of the block, with activation checkpoints around some methods."""
 
     @wraps(forward)
-    def run(block: Any, *inputs: Any, policy: Any = None, **named: Any) -> Tensor:
+    def call(block: Any, *inputs: Any, policy: Any = None, **named: Any) -> Tensor:
         return policy(block, *inputs, **named) if policy else forward(block, *inputs, **named)
 
-    return run
+    return call
 
 
 class Block(nn.Module):
@@ -155,7 +154,7 @@ class MiniGPT(nn.Module):
     `model(input_ids)` returns logits (B, T, V). `start`: position of the first token (train_sp.py).
 
     `kv_cache`: only in eval(). Pass {} with the first tokens of a text, then the same cache (layer
-    -> KVCache) with one new token per call. The logits, (B, 1, V), are those of the last token.
+    -> KVCache) with one new token per call; it returns the logits of the last token, (B, 1, V).
     Raises ValueError for other uses, and for more than max_position_embeddings positions."""
 
     def __init__(self, config: MiniGPTConfig):
@@ -166,13 +165,13 @@ class MiniGPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.ln_f = nn.LayerNorm(config.d_model)
-        self.init_weights()
+        self.init_weights()  # the trainers build on device "meta" and initialize again later
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, kv_cache: Any = None, start: int = 0
     ) -> Tensor:
         T, limit = input_ids.size(1), self.config.max_position_embeddings
-        start = kv_cache[0][0].size(2) if kv_cache else start  # filled: after its tokens
+        start = kv_cache[0][0].size(2) if kv_cache else start  # continue after the cached tokens
         if kv_cache is not None and (self.training or kv_cache and T > 1):
             raise ValueError("a KV cache is for eval(); once it is filled, pass one token a call")
         if start + T > limit:
@@ -186,8 +185,8 @@ class MiniGPT(nn.Module):
             call = partial(block, kv_cache=layer_cache)  # a new argument of the block goes here
             if recompute:
                 # The activation checkpoint keeps only x and, with dropout, the RNG's state.
-                # Backward runs the block again, with the same dropout masks, up to the last tensor
-                # that backward needs: mlp.c_proj's input or, with dropout, the last mask.
+                # Backward runs the block again with the same dropout masks, up to the last tensor
+                # that it needs: mlp.c_proj's input or, with dropout, the last mask.
                 x = checkpoint(call, x, use_reentrant=False, preserve_rng_state=has_dropout)
             else:
                 # Autograd keeps all that backward needs, unless a policy checkpoints in the block.
@@ -212,7 +211,8 @@ class MiniGPT(nn.Module):
         return config
 
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up ids (B, T): return vectors (B, T, C), and the weight (V, C) of the head."""
+        """Look up ids (B, T): return vectors (B, T, C), and the weight (V, C) of the head. (Both
+        come from here, so that a subclass can merge the two gradients of the shared weight.)"""
         return self.token_embedding(input_ids), self.token_embedding.weight
 
     def block_calls(self) -> Iterable[tuple[Callable[..., Tensor], bool]]:
@@ -228,12 +228,12 @@ class MiniGPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, shard_like: Callable = lambda full, weight: full) -> None:
-        """Draw weights as GPT-2 does: normally distributed, mean 0, standard deviation 0.02.
+        """Initialize as GPT-2 does: weights normal with mean 0 and standard deviation 0.02.
 
-        For c_proj, the deviation is 0.02 / sqrt(2 n_layers): otherwise the variance of the residual
-        stream would grow with depth. The CPU draws, so a seed gives the same weights on any device.
-        `shard_like(full, weight)` returns this rank's rows of the full tensor (train_fsdp.py). All
-        parameters outside of INITIALIZED_LAYERS keep their first values."""
+        For c_proj the deviation is 0.02 / sqrt(2 n_layers), because otherwise the variance of the
+        residual stream would grow with depth. The CPU draws, so that a seed gives the same weights
+        on any device. `shard_like(full, weight)` returns this rank's rows of the full tensor
+        (train_fsdp.py). Parameters outside of INITIALIZED_LAYERS keep their first values."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
         for layer_name, layer in self.named_modules():
             std = residual_std if layer_name.endswith("c_proj") else 0.02
@@ -289,7 +289,7 @@ def sample_next_ids(
     if top_p is not None:
         best_first, order = logits.sort(dim=-1, descending=True)
         probability = best_first.softmax(dim=-1)
-        # Remove a token if the probabilities of all likelier tokens sum to p. The likeliest stays.
+        # Remove a token if the probabilities of all likelier tokens sum to p; the likeliest stays.
         gone = (probability.cumsum(dim=-1) - probability) >= max(top_p, 1e-9)
         logits = logits.masked_fill(gone.scatter(-1, order, gone), -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1)

@@ -3,21 +3,21 @@
 Train on two GPUs or, on a machine without GPUs, with two CPU processes:
     torchrun --nproc-per-node=2 train_ddp.py --use-activation-checkpoint
 
-Train on two machines with eight GPUs each. Both machines need the same data. For --resume they also
-need a shared disk (see docs/reliability.md). Run this command on both machines, with --node-rank=0
-on the machine HOST and with --node-rank=1 on the other machine:
+Train on two machines with eight GPUs each. Both need the same data and, for --resume, a shared disk
+(docs/reliability.md). Run this command on both machines, with --node-rank=0 on the machine HOST and
+with --node-rank=1 on the other machine:
     torchrun --nnodes=2 --node-rank=0 --nproc-per-node=8 --master-addr=HOST --master-port=29500 \
         train_ddp.py --use-activation-checkpoint
 
 Let torchrun restart the job when a process dies; the job continues from its last snapshot:
     torchrun --nproc-per-node=2 --max-restarts=3 train_ddp.py --use-activation-checkpoint
 
-torchrun starts this file once per device and gives each process a rank. Every process has the
-whole model and computes the gradients of its own micro-batches. DDP averages the gradients while
-backward runs. So all processes make the same update, and their weights stay equal.
+torchrun starts this file once per device and gives each process a rank. Every process has the whole
+model and computes the gradients of its own micro-batches. DDP averages the gradients while backward
+runs, so that all processes make the same update and their weights stay equal.
 
-The training loop is in train_minimal.py. For everything that depends on the number of processes, it
-calls methods of a `process` (trainer/process.py). This file has the methods that differ with DDP;
+The training loop is in train_minimal.py and calls methods of a `process` (trainer/process.py) for
+everything that depends on the number of processes. This file has the methods that differ with DDP;
 trainer/torchrun.py has those of all trainers that torchrun starts.
 """
 
@@ -52,17 +52,17 @@ class DDPProcess(TorchrunProcess):
     """
 
     script = "train_ddp.py"
-    buckets_are_final = False  # True after the first update
+    buckets_are_final = False  # True after the first update: see `clear_gradients`
 
     def wrap(self, model: MiniGPT, settings: Settings) -> nn.Module:
-        # Set zero gradients, which DDP replaces by views of its communication buckets. This saves 4
-        # bytes per parameter: else the first backward would allocate gradients besides buckets.
+        # DDP replaces these zero gradients by views of its communication buckets. Without them, the
+        # first backward would allocate gradients besides the buckets: 4 bytes more per parameter.
         set_expanded_zero_grads(model)
         group = self.new_nccl_group()
         self.wrapper: Any = DDP(model, process_group=group, gradient_as_bucket_view=True)
-        # DDP averages each bucket of gradients over all processes, or calls one of these hooks.
-        # (Each is in a lambda, because DDP rejects annotations that are strings, as those of the
-        # first, and without NCCL it rejects the name of the second, although it works with gloo.)
+        # A communication hook replaces DDP's averaging of each bucket of gradients. (Each is in a
+        # lambda: DDP rejects the first for its annotations, which are strings, and without NCCL the
+        # second for its name, although it works with gloo.)
         if settings.reproducible_sums and self.layout.world_size > 1:
             stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
             self.wrapper.register_comm_hook(
@@ -77,10 +77,9 @@ class DDPProcess(TorchrunProcess):
         return nullcontext() if enabled else self.wrapper.no_sync()
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        # After the first step DDP knows the order in which backward computes gradients. The next
-        # forward makes new buckets in that order. So drop the gradients here, which are views of
-        # the old buckets and would keep them in memory. Later steps keep their buckets, and set the
-        # gradients in them to zero.
+        # In the first step DDP learns in which order backward computes gradients, and the next
+        # forward makes new buckets in that order. The gradients are views of the old buckets and
+        # would keep them in memory, so drop them here once; later steps only zero them.
         if self.buckets_are_final:
             optimizer.zero_grad(set_to_none=False)
         else:
@@ -89,10 +88,8 @@ class DDPProcess(TorchrunProcess):
 
 
 def set_expanded_zero_grads(model: nn.Module) -> None:
-    """Set each `.grad` to zeros of the parameter's shape that use the memory of one element.
-
-    DDP copies these zeros into its buckets, and replaces each `.grad` by a view of a bucket.
-    """
+    """Set each `.grad` to zeros of the parameter's shape that use the memory of one element, which
+    DDP copies into its buckets before it replaces `.grad` by views of them."""
     for parameter in model.parameters():
         parameter.grad = parameter.new_zeros(()).expand_as(parameter)
 

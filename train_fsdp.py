@@ -11,12 +11,12 @@ With DDP each of N processes has all weights, gradients and optimizer moments: 1
 parameter. Fully sharded data parallel (FSDP) shards them, like ZeRO-3 (Rajbhandari et al., 2020):
 each process keeps 1/N of the rows of each tensor, a *shard*, and updates only its shard.
 
-To run a block, a process needs the whole weights of this block. So an all-gather collects them
-before the block runs, and they are freed after the block has run. Backward gathers them once more.
-Then a reduce-scatter averages the block's gradients over all processes, and gives each process the
-rows that it keeps. The price is communication: a block's weights are sent twice in each micro-
-batch. (DDP does not send weights.) Gradients are sent once per step, as with DDP. Until then, a
-process has whole gradients if --grad-accum-steps is above 1.
+To run a block, a process needs all weights of this block. An all-gather collects them before the
+block runs in forward and again in backward, and each time they are freed afterwards. A
+reduce-scatter then averages the block's gradients over all processes and leaves each process the
+rows that it keeps. The price is communication: weights, which DDP never sends, are all-gathered
+twice in each micro-batch. Gradients are sent once per step, as with DDP; until then, a process has
+whole gradients if --grad-accum-steps is above 1.
 
 Everything else is as in train_ddp.py. The results are bitwise equal with two processes or with
 --reproducible-sums, and else equal up to the rounding of sums (docs/reliability.md).
@@ -67,15 +67,15 @@ class FSDPProcess(TorchrunProcess):
 
     def allocate_parameters(self, model: MiniGPT) -> None:
         """Shard a model on device "meta", and allocate the memory of this rank's shards."""
-        # FSDP gathers the weights in these groups:
+        # FSDP all-gathers the weights in these groups:
         # - each block: when the block runs
-        # - each table of position embeddings (its size grows with T): only for the lookup. Backward
-        #   of a lookup does not need the table.
-        # - the rest (token embedding, ln_f): once, when forward begins. They stay whole until
-        #   backward ends, because the lookup and the head both use the token embedding.
+        # - each table of position embeddings (its size grows with T): only for the lookup, whose
+        #   backward does not need the table
+        # - the rest (token embedding, ln_f): once, when forward begins; whole until backward ends,
+        #   because the lookup and the head both use the token embedding
         # With --gather-dtype bfloat16, the weights of a block's linear layers are rounded before
-        # they are sent. (Autocast would round them anyway.) LayerNorms compute in float32, so with
-        # this flag the LayerNorms of all blocks belong to the rest.
+        # they are sent, as autocast would round them anyway. LayerNorms compute in float32, so with
+        # this flag those of all blocks belong to the rest.
         self.group = cast(dist.ProcessGroup, self.new_nccl_group() or dist.group.WORLD)
         mesh = DeviceMesh.from_group(self.group, self.device.type)
         in_bfloat16, policy = self.gather_dtype == "bfloat16", MixedPrecisionPolicy()
@@ -83,28 +83,28 @@ class FSDPProcess(TorchrunProcess):
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         in_tables = nn.ModuleList(find_position_embeddings(model)).parameters()
         gathered_apart = {*in_tables, *block_group_params(model.blocks, in_bfloat16)}
-        # Shard the model before its blocks: `fully_shard(model)` skips all of a sharded block, also
-        # LayerNorms that the block leaves to the rest.
+        # Shard the model before its blocks: `fully_shard(model)` skips all of a sharded block,
+        # including LayerNorms that the block leaves to the rest.
         fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=gathered_apart)
         for table in find_position_embeddings(model):
             fully_shard(table, mesh=mesh).set_unshard_in_backward(False)
         for block in model.blocks:
             rest = {*block.parameters()} - gathered_apart
             fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=rest)
-        # gloo may compute SUM instead of AVG (pytorch#162338). So FSDP sums and divides by N.
+        # gloo may compute SUM instead of AVG (pytorch#162338), so FSDP has to sum and divide by N.
         groups: Any = (model, *find_position_embeddings(model), *model.blocks)
         for group in groups:
             group.set_force_sum_reduction_for_comms(True)
             if self.reproducible_sums:
                 group.set_gradient_divide_factor(1.0)  # `accumulate` divides by N
                 group.set_custom_reduce_scatter(PairwiseReduceScatter())
-        # Allocate memory only now, when the model is sharded: no process ever has the whole model.
+        # Allocate only after sharding, so that no process ever has the whole model.
         super().allocate_parameters(model)
         self.sharded_model = cast(FSDPModule, model)
 
     def shard_like(self, whole: Tensor, like: Tensor) -> Tensor:
         mesh, placements = cast(DTensor, like).device_mesh, cast(DTensor, like).placements
-        # (src_data_rank=None: every process has the whole tensor, so no process has to send parts.)
+        # (src_data_rank=None: every process has the whole tensor, so none has to send parts.)
         return distribute_tensor(whole.to(self.device), mesh, placements, src_data_rank=None)
 
     def own_batch_ids(self, ids: range) -> range:

@@ -1,7 +1,7 @@
 """Train a MiniGPT on one device, with or without activation checkpoints.
 
-Train a tokenizer and a small GPT on the built-in corpus, the source code of Python's standard
-library. Each block has an activation checkpoint. The run takes about two minutes on a laptop:
+Train a tokenizer and a small GPT, with an activation checkpoint around each block, on the built-in
+corpus, the source code of Python's standard library (about two minutes on a laptop):
     python train_minimal.py --use-activation-checkpoint
 
 Train GPT-2 small on your own text, on one GPU:
@@ -11,11 +11,13 @@ Train GPT-2 small on your own text, on one GPU:
 Start from the weights of GPT-2, or of an earlier run (docs/weights.md):
     python train_minimal.py --init-from gpt2 --train-data data/train.txt --seq-len 256
 
-Continue a run where it stopped. Its snapshot has the flags that the run was started with:
+Continue a run where it stopped, with the flags that its snapshot holds:
     python train_minimal.py --resume
 
 The functions below are, from top to bottom: the learning rate, one training step, the evaluation,
-the training loop. Three objects appear in most of them:
+the training loop. Before the loop, trainer/build.py predicts the memory of a step, encodes the
+text, compares a step of two small models with and without the memory techniques (check_model), and
+only then allocates the weights. Three objects appear in most functions:
 - `run` is a Run (trainer/run.py): the model (MemorySavingGPT of memory/gpt.py), the optimizer, the
   batches, the flags, and the present state of the training.
 - `process` is a OneProcess (trainer/process.py): everything that depends on the number of
@@ -57,10 +59,9 @@ from trainer.snapshot import sibling_path
 def learning_rate(step: int, settings: Settings) -> float:
     """Return the learning rate of `step`, which is one of 1..num_steps.
 
-    The rate rises linearly from 0 to `--lr` during the warm-up. Then it stays constant, or it falls
-    to `--min-lr` at the last step: linearly or as half a cosine (Loshchilov and Hutter, 2017).
-
-    The rate depends only on step and flags. A scheduler would have state to save and restore.
+    The rate rises linearly from 0 to `--lr` during the warm-up, and then stays constant or falls to
+    `--min-lr` at the last step, linearly or as half a cosine (Loshchilov and Hutter, 2017). It
+    depends only on step and flags, whereas a scheduler would have state to save and restore.
     """
     if step <= settings.warmup_steps:
         return settings.lr * step / settings.warmup_steps
@@ -78,23 +79,22 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     """Run step number `run.step`: forward and backward over its micro-batches, then one update.
 
     Returns the losses of this process's micro-batches, (A,) with A = --grad-accum-steps, and the
-    norm of the gradients before clipping, a scalar. Both tensors stay on the device, so Python does
-    not wait for it. (Only on MPS Python has to read the norm, so there the norm is on the CPU.)
+    norm of the gradients before clipping, a scalar. Both stay on the device, so that Python does
+    not wait for the device; only on MPS, where Python has to read the norm, it is on the CPU.
     Raises the errors of `retry_on_out_of_memory` if memory runs out.
     """
     settings, process, clock = run.settings, run.process, run.clock
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(run.step, settings)
-    # Call `accumulate(run)`. If memory runs out, call it again with a policy that needs less.
+    # Call `accumulate(run)`, and again with a policy that needs less memory if memory runs out.
     losses = retry_on_out_of_memory(run, accumulate)
 
     clock.begin_phase("optimizer")
     run.scaler.unscale_(run.optimizer)  # because the limit below is for unscaled gradients
     grad_norm = process.clip_gradients(run.model.parameters(), settings.grad_clip_norm or math.inf)
-    # Update the weights. This calls `optimizer.step()`, but has no effect if the norm is NaN or
-    # infinite. (One NaN gradient makes the norm NaN. With float16 this replaces `scaler.step`.) All
-    # processes have the same norm, so all of them update or none does. The device decides, so
-    # Python does not wait for it.
+    # Call `optimizer.step()`, without effect if the norm is NaN (as it is with one NaN gradient) or
+    # infinite; with float16 this replaces `scaler.step`. The norm is the same in all processes, so
+    # all of them update or none does. The device decides, so that Python does not wait for it.
     grad_norm = step_if_finite(run.optimizer, grad_norm)
     count_skipped_update(run, grad_norm)
     run.scaler.update()  # with float16 only: halve the loss scale after an overflow
@@ -105,7 +105,7 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
 def accumulate(run: Run) -> list[Tensor]:
     """Run forward and backward over the micro-batches of a step; return their losses, each ().
 
-    The gradients are summed in `.grad`, where the optimizer reads them. The last backward also
+    The gradients are summed in `.grad`, where the optimizer reads them, and the last backward also
     averages them over all processes.
     """
     settings, layout, clock = run.settings, run.process.layout, run.clock
@@ -113,10 +113,10 @@ def accumulate(run: Run) -> list[Tensor]:
     ids = run.process.own_batch_ids(range((run.step - 1) * n_global, run.step * n_global))
     for micro_batch, batch_id in enumerate(ids):
         clock.begin_phase("data")
-        # The data of a micro-batch and its dropout masks are functions of (seed, id). So a snapshot
+        # Data and dropout masks of a micro-batch are functions of (seed, id), so that a snapshot
         # needs no random state, and two processes compute the same as one process with twice the
-        # micro-batches per step. Processes that share each sequence (train_sp.py) read the same
-        # batch, and draw masks of their own.
+        # micro-batches per step. In train_sp.py `sp_degree` processes share each sequence: they
+        # read the same batch, and draw masks of their own.
         mask_id = batch_id * layout.sp_degree + layout.rank % layout.sp_degree
         torch.manual_seed(derive_seed(settings.seed, mask_id))
         input_ids, labels = run.training_batches[batch_id]  # each (B, T)
@@ -125,14 +125,15 @@ def accumulate(run: Run) -> list[Tensor]:
         sync = batch_id == ids[-1]
         with run.process.gradient_sync(sync), run.gradient_tree.micro_batch(micro_batch):
             with run.autocast():
-                # `wrapped_model` is `run.model` itself or, with DDP, a wrapper whose backward
-                # averages gradients. Evaluation, optimizer and snapshots need no wrapper.
+                # `wrapped_model` is `run.model` or, with DDP, a wrapper whose backward averages
+                # gradients, which evaluation, optimizer and snapshots do not need.
                 loss = run.wrapped_model(input_ids, labels)
             losses.append(loss.detach())
             clock.begin_phase("backward")
-            # backward adds its gradients to those in `.grad`, or to `gradient_tree`. Each loss is
-            # divided by the number of micro-batches that are summed. (The scaler changes the loss
-            # only with float16.) An infinite loss gets NaN gradients: no update follows.
+            # Backward adds to `.grad`, from where `gradient_tree` takes each gradient only with
+            # --reproducible-sums. Each loss is divided by the number of micro-batches in the sum;
+            # an infinite loss gets NaN gradients, so that no update follows. The scaler acts only
+            # with float16.
             n_summed = n_global if settings.reproducible_sums else len(ids)
             loss = nan_grads_if_infinite(loss) / n_summed
             run.scaler.scale(loss).backward()
@@ -140,10 +141,8 @@ def accumulate(run: Run) -> list[Tensor]:
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """Return a 63-bit seed made from two numbers.
-
-    The seed is a hash of both. A sum would give the same seed for (1, 2) and (2, 1).
-    """
+    """Return a 63-bit seed made from two numbers: a hash, because a sum would give the same seed
+    for (1, 2) and (2, 1)."""
     return int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -152,8 +151,8 @@ def evaluate(run: Run) -> dict[str, float | None]:
     """Return the validation loss, its perplexity and its bits per byte of text.
 
     The keys are `val_loss` (nats per token), `val_ppl` and `val_bits_per_byte` (None if no token
-    stands for text). Each evaluation uses the same validation sequences. So the result is the same,
-    up to rounding, with any batch size, any number of processes, and every trainer.
+    stands for text). Each evaluation uses the same validation sequences, so that the result is the
+    same, up to rounding, with any batch size, any number of processes, and every trainer.
 
     With W replicas, replica r evaluates the batches r, r + W, r + 2W, ... (A replica is one
     process; in train_sp.py it is all processes together.) Nats, tokens and bytes are summed first
@@ -163,9 +162,8 @@ def evaluate(run: Run) -> dict[str, float | None]:
     run.model.eval()
     batches = []  # (loss, tokens, bytes) per batch; read after the loop: a read waits for the GPU
     for first in run.evaluation_rounds():  # fewer, if a signal asks for a stop
-        # In the last round there may be no batch left for this process. Then the process evaluates
-        # an earlier batch again and ignores the result, because the forward of a sharded model
-        # needs all processes.
+        # In the last round, a process without a batch of its own evaluates an earlier one again and
+        # ignores the result, because the forward of a sharded model needs all processes.
         i = first + run.process.layout.replica
         input_ids, labels = run.val_batches[i % len(run.val_batches)]
         with run.autocast():
@@ -213,15 +211,15 @@ def train(run: Run) -> dict[str, Any]:
 def finish_step(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     """Evaluate, log and save after a step, if due. Return the log record; {} if nothing is due.
 
-    `losses`, `grad_norm`: the results of `train_step`. After the last step of a run there is always
-    a record. Raises MiniGPTError after several skipped updates in a row, and SaveError if a
-    snapshot cannot be written.
+    `losses`, `grad_norm`: the results of `train_step`. The last step of a run always has a record.
+    Raises MiniGPTError after several skipped updates in a row, and SaveError if a snapshot cannot
+    be written.
     """
     settings, process = run.settings, run.process
     run.recent_losses.append(losses)
-    # All processes must do the same after the same step. They all stop if one of them received a
-    # signal to stop. They all save if the last save of one of them is --save-minutes old. They
-    # all log if rank 0 has printed nothing for a long time.
+    # All processes must do the same after the same step: all stop if one of them received a signal
+    # to stop, all save if the last save of one of them is --save-minutes old, and all log if rank 0
+    # has printed nothing for a long time.
     run.stop_signal, save_overdue, log_overdue = process.all_reduce_max(
         [run.received_signal, is_save_overdue(run), is_log_overdue(run)]
     )
@@ -250,11 +248,9 @@ def save_is_due(run: Run, overdue: bool) -> bool:
     """Return True if a snapshot is to be saved after this step.
 
     A save is due at the end of the run, if it is `overdue` by --save-minutes, if the last save is
-    in an earlier interval of --save-interval steps, and at the first evaluation if nothing
-    was saved before.
-
-    While updates are skipped, a save waits, unless the run ends: it would rename the last snapshot
-    to `.prev.pt`, and soon both files would have the same weights.
+    in an earlier interval of --save-interval steps, and at the first evaluation if nothing was
+    saved before. While updates are skipped, a save waits until the run ends, because it would
+    rename the last snapshot to `.prev.pt`, and soon both files would have the same weights.
     """
     interval, first = run.settings.save_interval, run.settings.eval_interval
     if run.step == run.settings.num_steps or run.stop_signal:
@@ -266,7 +262,7 @@ def save_is_due(run: Run, overdue: bool) -> bool:
 
 
 def evaluate_and_save_best(run: Run, record: dict[str, Any]) -> None:
-    """Evaluate, and add the results to `record`. Save the weights as `.best.pt` if their validation
+    """Evaluate, add the results to `record`, and save the weights as `.best.pt` if their validation
     loss is the lowest so far."""
     with run.clock.paused("evaluate"):
         record |= evaluate(run)

@@ -6,14 +6,14 @@ Train on two GPUs or, on a machine without GPUs, with two CPU processes:
 With train_ddp.py and train_fsdp.py each process has its own sequences: more processes allow a
 larger batch, but not a longer sequence. Here N processes compute each sequence together (sequence
 parallelism), each with 1/N of the tokens and, in attention, 1/N of the heads (memory/sequence.py).
-So each process keeps 1/N of the activations, and sequences can be N times as long. (Attention's
-time grows with the length squared.) The price: two exchanges of tensors in each attention, and two
-in its backward. The model is sharded, and --resume and restarts work, as in train_fsdp.py.
+Each process therefore keeps 1/N of the activations, and sequences can be N times as long, although
+attention's time grows with the length squared. The price is two all-to-alls in each attention and
+two in its backward. The model is sharded, and --resume and restarts work, as in train_fsdp.py.
 
 A step minimizes the mean loss over all tokens, as with one process. (FSDP averages gradients over
-ranks, but here their sum is needed: SequenceParallelGPT, in memory/gpt.py, multiplies by N.)
-Without dropout the results are the same up to rounding. With dropout they differ, because each
-process draws its own masks.
+ranks where their sum is needed, so SequenceParallelGPT, in memory/gpt.py, multiplies by N.) Without
+dropout the results are the same up to rounding; with dropout they differ, because each process
+draws its own masks.
 """
 
 import os
@@ -49,16 +49,16 @@ class SPProcess(FSDPProcess):
     sp_group: dist.ProcessGroup | None = None  # until weights have memory: gloo's default group
 
     def init_process_group(self) -> None:
-        # Each GPU has two NCCL communicators: one gathers weights, the other runs the all-to-alls
-        # of attention. If two processes ran these operations in different orders, they could wait
-        # for each other forever. With this variable, NCCL (2.26 and later) runs the operations in
-        # the order of their calls, which is the same in all processes.
+        # Each GPU has two NCCL communicators: one gathers weights, the other runs attention's
+        # all-to-alls. Two processes that ran these operations in different orders could wait for
+        # each other forever. With this variable, NCCL (2.26 and later) runs them in the order of
+        # their calls, which is the same in all processes.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         super().init_process_group()
 
     def make_model(self, config: MiniGPTConfig) -> MemorySavingGPT:
-        """Return a model that gets whole sequences, computes this rank's tokens of them, and
-        returns the mean loss of all tokens. All-to-alls are around its attention."""
+        """Return a model that gets whole sequences, computes this rank's tokens of them, with
+        all-to-alls around attention, and returns the mean loss of all tokens."""
         if self.layout.sp_degree == 1:
             return super().make_model(config)
         shard = SequenceShard(self.rank, self.layout.sp_degree, config.n_heads, self.all_to_all)
@@ -66,8 +66,8 @@ class SPProcess(FSDPProcess):
 
     def allocate_parameters(self, model: MiniGPT) -> None:
         super().allocate_parameters(model)
-        # Use a second process group for attention. FSDP's group gathers the weights of the next
-        # block ahead of time. In that group, attention's exchange would wait for those weights.
+        # Attention has a second process group. In FSDP's group, which gathers the weights of the
+        # next block ahead of time, attention's all-to-alls would wait for those weights.
         self.sp_group = self.new_nccl_group() or dist.new_group(timeout=self.timeout)
 
     def all_to_all(self, x: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
