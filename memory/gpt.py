@@ -1,6 +1,5 @@
 """MiniGPT with all techniques that save memory, each in a method that overrides one of MiniGPT.
-
-No technique changes a result, except for the rounding of chunks (`loss_chunks`, `mlp_chunks`).
+Results stay bitwise equal except for the rounding of chunks (`loss_chunks`, `mlp_chunks`).
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +30,7 @@ class MemorySavingGPT(MiniGPT):
     """A MiniGPT with every recompute policy (memory/policies.py), chunks, and offload.
 
     Args:
-        config: `recompute` may be any policy string. Raises ValueError if it is not one.
+        config: `recompute` may be any policy string; ValueError if it is none.
         device_type: run the head's kernels for "cpu", "cuda" or "mps"; None: those for the device
             of the weights. (The planner simulates every device on a CPU.)
         shard: this rank's part of each sequence (train_sp.py); None: whole sequences.
@@ -49,15 +48,15 @@ class MemorySavingGPT(MiniGPT):
         self.offload_pool = PinnedPool()  # CPU memory for offload
 
     def checked_config(self, config: MiniGPTConfig) -> MiniGPTConfig:
-        """Return `config` with the shortest policy string that means the same."""
+        """Return `config` with the shortest policy string of the same meaning."""
         return replace(config, recompute=format_recompute_plan(recompute_plan_of_config(config)))
 
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Look up ids as MiniGPT does, but with one gradient buffer for embedding and head.
 
-        A CPU adds the rows of the gradient in the same order in every run. A GPU would add them in
-        a random order, and each run would round differently. So on a GPU, call torch's operator. It
-        first sorts the ids, and then makes the gradient of all V rows.
+        On a CPU, backward adds the vectors' gradients to that buffer row by row, in the same order
+        in every run. A GPU would add the rows in a random order and round differently in each run,
+        so there torch's own operator first sorts the ids.
         """
         embedding = self.token_embedding
         special = embedding.padding_idx is not None or embedding.max_norm is not None
@@ -67,47 +66,48 @@ class MemorySavingGPT(MiniGPT):
         return TiedEmbeddingFunction.apply(embedding.weight, input_ids, row_by_row)
 
     def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Return MiniGPT's loss, computed in chunks of tokens (`config.loss_chunks`)."""
+        """Return MiniGPT's loss, computed in chunks of tokens (`config.loss_chunks`). Forward also
+        computes the gradients, so that no chunk's logits are kept for backward."""
         if self.config.loss_chunks == 1:
             return super().head_loss(x, weight, labels)
         how = self.config.loss_chunks, self.device_type or x.device.type, self.compiled_softmax
         return chunked_head_loss(x, weight, labels, *how)
 
     def block_calls(self) -> Iterator[tuple[Callable[..., Tensor], bool]]:
-        """Yield (function, whether `forward` checkpoints it) for each block or group, in order, as
-        `config.recompute` says. Evaluation recomputes nothing, but has the MLP in chunks, too."""
+        """Yield (call, whether `forward` checkpoints it) for each block, or group of blocks in one
+        checkpoint, in order. Evaluation recomputes nothing, but runs the MLP in chunks, too."""
         config, blocks, offload = self.config, iter(self.blocks), Offload(self.offload_pool)
-        # If torch's checkpoint ignores the RNG, use `activation_checkpoint` instead.
+        # Where torch's checkpoint ignores the RNG, `activation_checkpoint` takes its place.
         loses_rng = config.dropout > 0 and checkpoint_loses_rng(self.token_embedding.weight.device)
         plain = not self.training or config.recompute in ("none", "full") and not loses_rng
         if plain and self.shard is None and config.mlp_chunks == 1:
             yield from super().block_calls()
             return
-        if not self.training:  # no autograd: what is named here only decides what is cut in chunks
+        if not self.training:  # no autograd: "mlp" only means that the MLP runs in chunks
             config = replace(config, recompute="none" if config.mlp_chunks == 1 else "mlp")
         plan = recompute_plan_of_config(config)
         try:
             for i, (policy, size) in enumerate(plan.group_policies_and_sizes):
                 group, is_full = list(islice(blocks, size)), policy == "full"
-                run: Any = (
+                call: Any = (
                     group[0] if size == 1 else partial(run_group_as_one_block, group, plan.nested)
                 )
                 policy_function = make_policy_function(policy, config.d_ff, config.mlp_chunks)
                 if self.shard is not None:
                     policy_function = partial(self.shard.run_block, policy=policy_function)
                 if policy_function:
-                    run = partial(run, policy=policy_function)
+                    call = partial(call, policy=policy_function)
                 # Checkpoint here, not in MiniGPT.forward: for the RNG (`loses_rng`), or because
-                # offload's hooks get a checkpoint's input only if they are around the checkpoint.
+                # offload's hooks get a checkpoint's input only if installed outside of it.
                 if is_full and (plan.offload or loses_rng):
-                    run = partial(activation_checkpoint, run, has_dropout=config.dropout > 0)
+                    call = partial(activation_checkpoint, call, has_dropout=config.dropout > 0)
                     is_full = False
                 if plan.offload:
-                    # Do not offload tensors of the last call. Its backward comes first, so the
-                    # tensors would be copied back at once.
+                    # Tensors of the last call stay: its backward comes first, and would copy them
+                    # back at once.
                     moves = policy != "none" and i + 1 < len(plan.group_policies_and_sizes)
-                    run = offload.wrap(run, moves, group)
-                yield run, is_full
+                    call = offload.wrap(call, moves, group)
+                yield call, is_full
         finally:
             offload.wait_for_copies()
 
@@ -139,11 +139,10 @@ class SequenceParallelGPT(MemorySavingGPT):
         # `start` is the position of this rank's first token. (If you add rotary positions in
         # `attend`, count positions from 0: attention always computes whole sequences.)
         loss = super().forward(input_ids[:, mine], labels[:, mine], start=mine.start)
-        # `loss` is the mean of this rank's labels (NaN if it has none). Weight it by their number,
-        # because some ranks have more labels than others.
+        # `loss` is the mean over this rank's labels (NaN if it has none). It is weighted by their
+        # number, because some ranks have more labels than others.
         n_mine, n_all = has_label[:, mine].sum(), has_label.sum()
         share = loss.where(n_mine > 0, 0.0) * n_mine / n_all
-        # FSDP averages gradients over the ranks, but their sum is needed: multiply by the number
-        # of ranks.
-        n_ranks = len(self.shard.heads)
-        return WithBackward.apply(share, self.all_reduce, lambda gradient: gradient * n_ranks)
+        # FSDP averages gradients over the ranks, but their sum is needed.
+        times_n_ranks = partial(torch.mul, other=len(self.shard.heads))
+        return WithBackward.apply(share, self.all_reduce, times_n_ranks)

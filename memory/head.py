@@ -1,7 +1,7 @@
 """Loss of the head, computed without all logits at once.
 
-In a small GPT the head needs more memory than the blocks. Without chunks, three float32 tensors of
-N * V elements exist at once: log-softmax, its gradient, and the gradient of the logits. They take
+In a small GPT the head needs more memory than the blocks: without chunks, three float32 tensors of
+N * V elements exist at once (log-softmax, its gradient, and the gradient of the logits), which take
 1.2 GB for B = 2, T = 1024 and V = 50257. This file has two techniques, each in one class:
 
     ChunkedHeadLoss          compute the loss chunk by chunk, with the logits of one chunk at a time
@@ -24,15 +24,15 @@ from torch.autograd.function import once_differentiable
 
 # Maximal bytes of a chunk of logits: far fewer than a step needs, but enough for fast matmuls.
 LOGITS_CHUNK_BYTES = 5 * 2**24
-# Number of float32 elements in a slice of logits. They take 16 MiB, so a slice fits in the cache of
-# an A100, an H100 or an RTX 4090 (40 to 72 MB).
+# Number of float32 elements in a slice of logits: 16 MiB, so that a slice fits in the cache of an
+# A100, an H100 or an RTX 4090 (40 to 72 MB).
 SOFTMAX_SLICE_ELEMENTS = 2**22
 VOCAB_MULTIPLE = 64  # tensor cores are faster if a row of logits has a multiple of 64 elements
-# The number of rows of a slice is a multiple of this. So each float32 slice begins at a multiple of
-# 16 bytes. Compiled code expects this alignment, and would copy a slice without it.
+# The number of rows of a slice is a multiple of this, so that each float32 slice begins at a
+# multiple of 16 bytes, as compiled code expects; it would copy a slice without this alignment.
 SLICE_ROWS_MULTIPLE = 4
 # True if torch.addmm can add a low-precision matmul to a float32 matrix (`out_dtype`,
-# pytorch#167931). This does not work on AMD's GPUs.
+# pytorch#167931), which does not work on AMD's GPUs.
 HAS_ADDMM_OUT_DTYPE = torch.version.hip is None
 TargetLogProbFn = Callable[..., Tensor]  # `target_log_prob_`, eager or compiled
 
@@ -40,10 +40,10 @@ TargetLogProbFn = Callable[..., Tensor]  # `target_log_prob_`, eager or compiled
 class TiedEmbeddingFunction(torch.autograd.Function):
     """Return F.embedding(ids, weight) (B, T, C), and the weight (V, C) again for the head.
 
-    So autograd sees one use of the weight. `backward` gets the head's gradient (V, C), which
-    exists during all of backward, and the gradient of the vectors (B, T, C). It adds the vectors'
-    gradient to the head's gradient in place. Autograd alone would make another (V, C) tensor. With
-    GPT-2's vocabulary and `full` recompute, that is the largest tensor that a step computes.
+    Because of the second result autograd sees only one use of the weight. `backward` gets the
+    head's gradient (V, C), which exists during all of backward, and adds the gradient of the
+    vectors (B, T, C) to it in place. Autograd alone would make another (V, C) tensor, which, with
+    GPT-2's vocabulary and `full` recompute, is the largest tensor that a step computes.
 
     `row_by_row`: add the rows of the vectors' gradient one by one, as on a CPU.
     """
@@ -61,7 +61,7 @@ class TiedEmbeddingFunction(torch.autograd.Function):
         if ctx.row_by_row:
             grad_weight.index_add_(0, ids.flatten(), grad_embedded.flatten(0, -2))
             return grad_weight, None, None
-        # Process some channels at a time: all channels together would need a second (V, C) tensor.
+        # A few channels at a time, because all together would need a second (V, C) tensor.
         n_slices = math.ceil(weight.numel() / (2 * SOFTMAX_SLICE_ELEMENTS))
         for total, part in zip(
             grad_weight.chunk(n_slices, dim=1), grad_embedded.chunk(n_slices, dim=-1), strict=True
@@ -78,13 +78,13 @@ def target_log_prob_(
     Overwrite `logits`: with their softmax if `write_softmax`, else with undefined values.
     `device_type`: use the operators that are fast on this type of device.
     """
-    # A sum over the vocabulary needs float32. For float32 and float64 `exact` is `logits` itself.
+    # A sum over the vocabulary needs float32. (`exact` may be `logits` itself.)
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # CPU and CUDA kernels read a row before they write it, so `out` may be the input. MPS: unknown.
+    # CPU and CUDA kernels (MPS: unknown) read a row before they write it, so `out` may be the input.
     exact = torch.log_softmax(exact, 1, out=None if logits.is_mps else exact)
     found = exact.gather(1, target)
     if write_softmax:
-        # torch.compile fuses exp and copy_. There, `out` must not have other strides than `exact`.
+        # torch.compile fuses exp and copy_; its `out` must not have other strides than `exact`.
         if torch.compiler.is_compiling() or logits.is_mps:
             logits.copy_(exact.exp())
         elif device_type == "cuda":
@@ -114,8 +114,8 @@ def chunked_head_loss(
         x: (B, T, C) the result of the last LayerNorm.
         weight: (V, C) the head's weight.
         labels: (B, T) int64. Labels of -100 are ignored.
-        n_chunks: number of chunks of tokens. Only one chunk of logits exists at a time. 0: let
-            `count_chunks` choose the number.
+        n_chunks: number of chunks of tokens, of whose logits only one chunk's exist at a time; 0:
+            let `count_chunks` choose it.
         device_type: use the operators that are fast on this type of device.
         compiled: compile the softmax of a slice.
     """
@@ -142,7 +142,7 @@ def count_chunks(n_tokens: int, vocab_size: int, n_chunks: int, itemsize: int) -
 def softmax_slice_rows(n_tokens: int, vocab_size: int) -> int:
     """Return the number of tokens of a slice, in a chunk of `n_tokens`.
 
-    Softmax runs slice by slice. A slice has about `SOFTMAX_SLICE_ELEMENTS` logits. A very large
+    Softmax runs slice by slice, with about `SOFTMAX_SLICE_ELEMENTS` logits in a slice. A very large
     chunk is split into about 32 larger slices instead, because each slice costs kernel launches.
     """
     rows = max(SOFTMAX_SLICE_ELEMENTS // vocab_size, n_tokens // 32)
@@ -162,9 +162,9 @@ def chunk_starts(n_tokens: int, n: int) -> Iterable[int]:
 class ChunkedHeadLoss(torch.autograd.Function):
     """Compute the mean loss (a scalar) chunk by chunk, and the gradients already in forward.
 
-    Autograd would keep the log-softmax of every chunk until backward. An activation checkpoint
-    around a chunk would compute the chunk's logits twice. But the loss is the end of the graph, so
-    backward only multiplies the loss's gradients by one number. So forward already computes the
+    Autograd would keep the log-softmax of every chunk until backward, and an activation checkpoint
+    around a chunk would compute the chunk's logits twice. But the loss is the end of the graph:
+    backward only multiplies the loss's gradients by one number, so forward can already compute the
     gradients of a chunk, while the chunk's logits exist.
 
     Until backward, these gradients are those of the sum of all losses. Gradients of the mean would
@@ -198,11 +198,11 @@ def loss_sum_and_count(
     """Return the sum of the losses in nats, and the number of labels that are not -100, as scalars.
 
     x (N, C), weight (V, C), labels (N,) int64. `gradients`: (grad_x, grad_weight) to fill with the
-    sum's gradients. grad_x (N, C) is overwritten. grad_weight (V, C) sums all chunks: pass zeros.
+    sum's gradients. grad_x (N, C) is overwritten; grad_weight (V, C) sums all chunks: pass zeros.
 
     Matmuls run on one chunk at a time, in autocast's precision. Softmax runs on one slice of the
-    chunk at a time, in float32, so the slice stays in a GPU's cache. The gradient of the logits
-    overwrites the logits, and all chunks use the same buffer.
+    chunk at a time, in float32, so that the slice stays in a GPU's cache. The gradient of the
+    logits overwrites the logits, in a buffer that all chunks share.
     """
     N, V = len(x), len(weight)
     cast_weight = cast_and_pad(weight)  # (V + padding, C)
@@ -226,8 +226,8 @@ def loss_sum_and_count(
             found[part] = softmax(logits[part], target[part], gradients is not None, device_type)
         total -= found.where(kept, 0).sum()
         if gradients is not None:
-            # The gradient at the target is softmax - 1. Compute it in float32 from the log-softmax.
-            # If softmax is near 1 and rounded, softmax - 1 has few correct digits.
+            # The gradient at the target is softmax - 1, in float32 from the log-softmax, because
+            # softmax near 1 and rounded would leave few correct digits.
             logits.scatter_(1, target, found.expm1().to(dtype))
             gradients[0][chunk] = (padded @ cast_weight).mul_(kept)
             x_chunk = x_chunk * kept
@@ -238,8 +238,8 @@ def loss_sum_and_count(
 def cast_and_pad(weight: Tensor) -> Tensor:
     """Return `weight` (V, C), or under autocast its low-precision copy (V + padding, C).
 
-    Autocast would make such a copy for each matmul. Here all matmuls use one copy. Rows of zeros at
-    its end make the number of rows a multiple of `VOCAB_MULTIPLE`: tensor cores are faster then.
+    Autocast would make such a copy for each matmul; here all matmuls share one. Rows of zeros at
+    its end make the number of rows a multiple of `VOCAB_MULTIPLE`, for fast tensor cores.
     """
     kind = weight.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
@@ -253,18 +253,14 @@ def cast_and_pad(weight: Tensor) -> Tensor:
 
 
 def weight_rows_per_addmm(width: int) -> int:
-    """Return the number of rows that `addmm_into` adds at a time, for rows of `width` elements.
-
-    It is a multiple of `VOCAB_MULTIPLE`, so each matmul starts at such a multiple, which is faster.
-    """
+    """Return the number of rows that `addmm_into` adds at a time, for rows of `width` elements: a
+    multiple of `VOCAB_MULTIPLE`, because a matmul that starts at such a multiple is faster."""
     return max(VOCAB_MULTIPLE, SOFTMAX_SLICE_ELEMENTS // width // VOCAB_MULTIPLE * VOCAB_MULTIPLE)
 
 
 def addmm_into(total: Tensor, a: Tensor, b: Tensor, device_type: str) -> None:
-    """Add `a` (V, n) @ `b` (n, C) to `total` (V, C) in place, in the precision of `total`.
-
-    This makes no second tensor of the size of `total`.
-    """
+    """Add `a` (V, n) @ `b` (n, C) to `total` (V, C) in place, in the precision of `total`, without
+    a second tensor of its size."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif device_type == "cuda" and total.dtype == torch.float32 and HAS_ADDMM_OUT_DTYPE:

@@ -1,12 +1,12 @@
 """Offload: store the tensors that blocks keep for backward in CPU memory, not on the GPU.
 
-With the policy `full`, each block keeps one tensor. DeepSpeed calls offload of this tensor
-cpu_checkpointing; Unsloth offloads it by default. Offload copies bytes, so it changes no value.
+With the policy `full`, each block keeps one tensor, whose offload DeepSpeed calls cpu_checkpointing
+and Unsloth does by default. Offload only copies bytes, so results stay bitwise equal.
 
-On a GPU the copies run at the same time as the computation. Python only puts work into queues,
-called *streams*, and does not wait for the GPU. Each stream does its work in order. It waits for
-another stream only if Python queues such a wait. Offload uses three streams: *compute* runs the
-model, *out* copies tensors to the CPU, and *home* copies tensors back to the GPU.
+On a GPU the copies run at the same time as the computation, because Python only queues work in
+*streams* and does not wait for the GPU. Each stream does its work in order, and waits for another
+stream only where Python queues such a wait. Offload uses three streams: *compute* runs the model,
+*out* copies tensors to the CPU, and *home* copies tensors back to the GPU.
 
     event                              work that Python puts into a stream
     forward of block i keeps a tensor  out:      wait for compute; copy the tensor to the CPU
@@ -14,13 +14,13 @@ model, *out* copies tensors to the CPU, and *home* copies tensors back to the GP
     backward of block i + 1 begins     home:     wait for compute; copy the tensor to new GPU memory
     backward of block i needs it       compute:  wait for that copy; use the tensor
 
-So while backward of block i + 1 runs, only the tensors of block i are copied back.
+While backward of block i + 1 runs, therefore, only the tensors of block i are copied back.
 
-Why does compute wait for the copy to the CPU? The allocator gives freed memory at once to the next
-request on the same stream. The order of that stream separates the old use from the new use. A copy
-on another stream is not in this order. So compute allocates and frees all GPU memory here, and
-waits for each copy that uses it. (With `record_stream` the allocator itself would wait for copies.
-But it learns late that a copy is done, takes other memory until then, and so saves nothing.)
+Compute waits for the copy to the CPU because the allocator gives freed memory at once to the next
+request on the same stream: the order of that stream separates the old use from the new use, but a
+copy on another stream is not in this order. So compute allocates and frees all GPU memory here, and
+waits for each copy that uses it. (With `record_stream` the allocator itself would wait for copies,
+but it learns late that a copy is done, takes other memory until then, and saves nothing.)
 
 On a CPU, where the planner simulates steps, the same code makes ordinary copies.
 """
@@ -44,11 +44,10 @@ MAX_COPIES_IN_FLIGHT = 2  # the compute stream waits for each copy to the CPU ex
 
 
 class PinnedPool:
-    """A pool of host buffers (in CPU memory). `acquire_buffers` takes buffers from the pool, and
-    `return_buffers` returns them.
+    """A pool of host buffers (in CPU memory), which keeps them from step to step, because pinning a
+    buffer takes milliseconds.
 
-    The pool keeps its buffers from step to step, because pinning a buffer takes milliseconds. torch
-    pins only sizes of 2^n bytes. So a tensor of 532 MiB is split over buffers of 512, 16 and 4 MiB.
+    torch pins only sizes of 2^n bytes: 532 MiB are split over buffers of 512, 16 and 4 MiB.
     """
 
     def __init__(self) -> None:
@@ -88,11 +87,8 @@ class PinnedPool:
 
 
 def split_into_buffer_sizes(n: int) -> list[int]:
-    """Return the sizes in bytes of the host buffers for `n` bytes, the largest first.
-
-    There are at most six sizes, all powers of two. Their sum is at least n, and at most n * 33 / 32
-    (below 1 KiB: at most n + 15).
-    """
+    """Return the sizes in bytes of the host buffers for `n` bytes, the largest first: at most six
+    powers of two, whose sum is at least n and at most n * 33 / 32 (below 1 KiB: n + 15)."""
     unit = max(16, 2 ** n.bit_length() // 64)
     units = -(-n // unit)
     return [unit << i for i in reversed(range(units.bit_length())) if units >> i & 1]
@@ -133,8 +129,8 @@ class Offload:
             with saved_tensors_hooks(pack, unpack) if moves else nullcontext():
                 x = run(x, *more, **named)
             if before:
-                # Backward of these blocks begins when it has the gradient of x. At that moment,
-                # start to copy back the tensors of the block before, which backward needs next.
+                # Backward of these blocks begins when it has the gradient of x. Start then to copy
+                # back the tensors of the block before, which backward needs next.
                 x.register_hook(lambda _: prefetch_all(before))
             self.newest = mine
             return x
@@ -145,8 +141,8 @@ class Offload:
         """Return the object that autograd keeps instead of `tensor`. `unpack` restores the tensor.
 
         The object is a ticket (OffloadedStorage) with the tensor's size, strides and offset. All
-        tensors in one storage share its ticket, so the storage of q, k and v is copied only once.
-        A weight or a small tensor stays on the device.
+        tensors in one storage share its ticket, so that the storage of q, k and v is copied once. A
+        weight or a small tensor stays on the device.
         """
         storage = tensor.untyped_storage()
         reference = ref(storage)
@@ -166,10 +162,10 @@ class Offload:
         return ticket, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def is_weight(self, storage: ref[UntypedStorage]) -> bool:
-        """Return whether a storage belongs to a weight of the running blocks.
+        """Return whether a storage belongs to a weight of the running blocks, which stays on the
+        device. (Autocast's copies of weights do not count as weights.)
 
-        Weights stay on the device. Compare storages, because a linear layer saves weight.t(), which
-        is no Parameter. Autocast's copies of weights do not count as weights.
+        Storages are compared, because a linear layer saves weight.t(), which is no Parameter.
         """
         # Collect the storages while the block runs, because sharded weights are gathered only then.
         if self.weights is None:
@@ -178,10 +174,8 @@ class Offload:
         return storage in self.weights
 
     def wait_for_copies(self, still: int = 0) -> None:
-        """Release the tensors that are being copied to the CPU, except the last `still` tensors.
-
-        First make the compute stream wait for their copies. Python does not wait.
-        """
+        """Release the tensors that are being copied to the CPU, except the last `still` tensors,
+        after the compute stream (not Python) has waited for their copies."""
         while len(self.in_flight) > still:
             whole, sent = self.in_flight.popleft()
             copy_streams(whole.device).compute_stream().wait_event(sent)
@@ -194,18 +188,16 @@ def unpack(kept: Any) -> Tensor:
 
 
 class OffloadedStorage:
-    """A ticket: one storage that was copied to CPU memory, and can be copied back to the device.
-
-    It exists as long as autograd keeps a tensor of that storage.
-    """
+    """A ticket: one storage that was copied to CPU memory, and can be copied back to the device. It
+    exists as long as autograd keeps a tensor of that storage."""
 
     def __init__(self, whole: Tensor, pool: PinnedPool, buffers: list[Tensor]):
         self.device, self.pool, self.buffers = whole.device, pool, buffers
         self.numel, self.dtype = whole.numel(), whole.dtype
         self.back: Tensor | None = None  # the copy on the device, finished or not
         self.streams = copy_streams(self.device)
-        # Let `out` wait for the compute stream. That stream computes the tensor. It has also waited
-        # (in `fetch_storage` or `__del__`) for the last copy that read these host buffers.
+        # `out` waits for the compute stream, which computes the tensor and has waited (in
+        # `fetch_storage` or `__del__`) for the last copy that read these host buffers.
         self.streams.out.wait_stream(self.streams.compute_stream())
         self.sent = self.streams.copy(self.streams.out, split_over_buffers(whole, buffers))
 
@@ -215,9 +207,9 @@ class OffloadedStorage:
             return
         self.computing = self.streams.compute_stream()
         back = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        # The compute stream may still use the memory of `back` for an earlier tensor. So let `home`
-        # wait. Then the copy to the CPU has also ended, because the compute stream has waited for
-        # that copy (in `wait_for_copies`).
+        # `home` waits for the compute stream, which may still use the memory of `back` for an
+        # earlier tensor. The copy to the CPU has then ended, too, because the compute stream has
+        # waited for it (in `wait_for_copies`).
         self.streams.home.wait_stream(self.computing)
         homewards = ((block, part) for part, block in split_over_buffers(back, self.buffers))
         self.arrived = self.streams.copy(self.streams.home, homewards)
@@ -231,8 +223,7 @@ class OffloadedStorage:
         return self.back
 
     def __del__(self) -> None:
-        # The copy back may still be running, if backward failed
-        # before it called `fetch_storage`.
+        # The copy back may still be running, if backward failed before it called `fetch_storage`.
         if self.back is not None:
             self.computing.wait_event(self.arrived)
         self.pool.return_buffers(self.buffers)

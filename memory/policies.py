@@ -1,23 +1,23 @@
 """Recompute policies: a policy chooses the tensors that a block keeps for backward.
 
 Backward of a linear layer needs the layer's input, backward of GELU needs GELU's input, and so on.
-Autograd keeps these inputs in forward. An activation checkpoint, `activation_checkpoint(f, x)`,
-keeps only x, and none of the tensors inside f. When backward needs the first of those tensors, the
-checkpoint calls f(x) again (scripts/checkpoint_from_scratch.py shows how). A policy chooses the
-parts of a block that run in activation checkpoints. Two rules determine the cost of a checkpoint:
+Autograd keeps these inputs in forward. An activation checkpoint of a function f keeps only f's
+input x, and none of the tensors inside f; when backward needs the first of those tensors, the
+checkpoint calls f(x) again (scripts/checkpoint_from_scratch.py shows how). A policy chooses which
+parts of a block run in activation checkpoints. Two rules determine the cost of a checkpoint:
 
 - Recomputation stops as soon as the last tensor that backward needs exists (*early stop*). Backward
-  of a linear layer needs only the layer's input. So if f ends in a linear layer, recomputation does
-  not repeat its matmul. For example, `activation_checkpoint(lambda wide: c_proj(gelu(wide)), wide)`
+  of a linear layer needs only the layer's input, so the matmul of a linear layer at the end of f is
+  not repeated: `activation_checkpoint(lambda wide: c_proj(gelu(wide)), wide, has_dropout=False)`
   recomputes a GELU but no matmul.
 - Backward of dropout needs the dropout mask. If f ends in a linear layer and dropout, the mask is
-  drawn after the layer's matmul. So recomputation repeats this matmul, too. Therefore a
-  checkpoint around one half of a block (attention or MLP) ends before the dropout of that half, and
-  `Block.forward` applies the dropout outside. A checkpoint around a whole block (`full`,
-  `sdpa`), or around everything after attention (`qkv`), contains the last dropout. Then
-  recomputation repeats the last c_proj if dropout is on, and stops before it if dropout is off.
+  drawn after the layer's matmul, which recomputation then repeats. This is why a checkpoint around
+  one half of a block (attention or MLP) ends before the dropout of that half, which `Block.forward`
+  applies outside. A checkpoint around a whole block (`full`, `sdpa`), or around everything after
+  attention (`qkv`), contains the last dropout: recomputation repeats the last c_proj if dropout is
+  on, and stops before it if dropout is off.
 
-No policy changes one bit of the loss or of a gradient.
+Under every policy the loss and the gradients are bitwise equal.
 
 A block makes the tensors below. The figures are bytes in units of B * T * C, under bfloat16
 autocast (the residual stream stays float32), with d_ff = 4 C:
@@ -26,9 +26,9 @@ autocast (the residual stream stays float32), with d_ff = 4 C:
 
 x is the block's input; qkv and attention are the results of `attn.qkv` and `attn.attend`; x2 is x
 plus the result of the attention half. Each other tensor is the result of the layer or function with
-that name. With fused attention and without dropout, `none` keeps all these
-tensors: 36 units. (It also keeps the softmax's normaliser, 4 H / C, and the means and deviations
-of the LayerNorms, 16 / C.) `POLICIES` lists the tensors that each policy keeps.
+that name. With fused attention and without dropout, `none` keeps all these tensors, 36 units, and
+also the softmax's normaliser (4 H / C) and the means and deviations of the LayerNorms (16 / C).
+`POLICIES` lists the tensors that each policy keeps.
 """
 
 import math
@@ -45,17 +45,19 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 
-def activation_checkpoint(run: Callable, *inputs: Tensor, has_dropout: bool, **options: Any) -> Any:
-    """Return `run(*inputs)`, computed in a non-reentrant activation checkpoint.
+def activation_checkpoint(
+    call: Callable, *inputs: Tensor, has_dropout: bool, **options: Any
+) -> Any:
+    """Return `call(*inputs)`, computed in a non-reentrant activation checkpoint: the reentrant
+    variant has no early stop, and fails in some DDP settings.
 
-    The reentrant variant has no early stop, and fails in some DDP settings. `has_dropout`: keep the
-    RNG's state, because `run` has dropout. Otherwise recomputation would draw other masks, and the
-    gradients would be wrong, without an error. `options`: more arguments of torch's checkpoint.
+    `has_dropout`: keep the RNG's state, without which recomputation would draw other masks and
+    compute wrong gradients without an error. `options`: more arguments of torch's checkpoint.
     """
     if has_dropout and checkpoint_loses_rng(inputs[0].device) and not torch.compiler.is_compiling():
-        run = with_replayed_rng(run)
+        call = with_replayed_rng(call)
     return torch_checkpoint(
-        run, *inputs, use_reentrant=False, preserve_rng_state=has_dropout, **options
+        call, *inputs, use_reentrant=False, preserve_rng_state=has_dropout, **options
     )
 
 
@@ -67,8 +69,8 @@ def checkpoint_loses_rng(device: torch.device) -> bool:
 def default_generator(device: torch.device) -> torch.Generator:
     """Return the default random generator of a device, to save and restore its state.
 
-    Do not use torch.cuda.set_rng_state instead. In some releases it runs an operator, and selective
-    checkpoints raise an error if recomputation runs an operator that forward did not run.
+    (Not torch.cuda.set_rng_state: in some releases it runs an operator, and selective checkpoints
+    raise an error if recomputation runs an operator that forward did not run.)
     """
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]
@@ -89,11 +91,9 @@ class SavedRNGState:
             default_generator(device).set_state(self.state)
 
 
-def with_replayed_rng(run: Callable) -> Callable:
-    """Wrap `run` so that later calls draw the same random numbers as the first call.
-
-    When a later call ends, it restores the state that the RNG had before that call.
-    """
+def with_replayed_rng(call: Callable) -> Callable:
+    """Wrap `call` so that later calls draw the same random numbers as the first call, and leave the
+    RNG in the state in which they found it."""
     start = SavedRNGState()
 
     def replayable(x: Tensor, *more: Any, **named: Any) -> Any:
@@ -101,7 +101,7 @@ def with_replayed_rng(run: Callable) -> Callable:
         current(x.device)
         start(x.device)
         try:
-            return run(x, *more, **named)
+            return call(x, *more, **named)
         finally:
             if is_replay:
                 current(x.device)
@@ -114,24 +114,24 @@ def with_replayed_rng(run: Callable) -> Callable:
 MLP_CHUNK_ELEMENTS = 2**25
 CHUNK_MULTIPLE = 64  # tokens; the length of each chunk except the last is a multiple of this
 
-# A policy runs a model.Block, x (B, T, C) -> (B, T, C), on a `View` of the block, with
-# activation checkpoints around some of its methods. All arithmetic is that of model.py.
-# `block(x, ..., policy=p)` calls p inside the block's forward, so everything that wraps a block's
-# forward (sharding of weights, a compiler) works with every policy. `run_policy` binds the other
-# arguments of that call to the view, so a policy cannot lose one.
+# A policy runs a model.Block, x (B, T, C) -> (B, T, C), on a `View` of the block, with activation
+# checkpoints around some of its methods. All arithmetic is that of model.py. `block(x, ...,
+# policy=p)` calls p inside the block's forward, so everything that wraps a block's forward
+# (sharding of weights, a compiler) works with every policy. `run_policy` binds the other arguments
+# of that call to the view, so that a policy cannot lose one.
 #
-# `chunk_sizes` maps the number of tokens of a sequence to the numbers of tokens of its chunks.
-# Backward recomputes the MLP half chunk by chunk. None: the sequence is one chunk.
+# `chunk_sizes` maps the number of tokens of a sequence to the numbers of tokens of its chunks,
+# which backward recomputes one by one in the MLP half. None: the sequence is one chunk.
 ChunkSizesFn = Callable[[int], list[int]] | None
 
 
 class View:
-    """A module in which some methods or layers are `replaced`. The module itself does not change.
+    """A proxy of a module with some methods or layers `replaced`; the module does not change.
 
-    A view's methods are those of the module's class, with the view as `self`. So a method that uses
-    `self.name` gets the replacement of `name`, or else the module's own. A call of the view runs
-    `forward`, without the module's hooks, and adds the arguments `more` and `named`. A view of a
-    view has the replacements and the arguments of both.
+    A view's methods are those of the module's class with the view as `self`, so that `self.name` in
+    them is the replacement of `name`, or else the module's own. A call of the view runs `forward`
+    without the module's hooks, and adds the arguments `more` and `named`. A view of a view has the
+    replacements and the arguments of both.
     """
 
     # (torch.compile looks up attributes before __init__ has run.)
@@ -167,46 +167,51 @@ def run_policy(policy: Callable, block: Any, x: Tensor, *more: Any, **named: Any
 
 
 class Deferred(NamedTuple):
-    """The result of `run(x)`, not computed yet: the checkpoint of the next layer computes it."""
+    """The result of `layer(x)`, not computed yet: the next layer's checkpoint computes it.
 
-    run: Callable[[Tensor], Any]
+        y = defer(ln_1)(x)            # Deferred(ln_1, x)
+        qkv = to_matmul(attn.qkv)(y)  # one checkpoint around attn.qkv(ln_1(x)): it keeps x, not y
+
+    A layer may be deferred only if its result goes to a function that `to_matmul` returned.
+    """
+
+    layer: Callable[[Tensor], Any]
     x: Tensor
 
 
 def defer(layer: Callable) -> Callable[[Any], Deferred]:
-    """Return `layer` as a function that defers its work: a part of the next layer's checkpoint."""
+    """Return a function that returns `layer(x)` as a Deferred."""
     return lambda x: Deferred(layer, x)
 
 
 def to_matmul(layer: Callable) -> Callable:
-    """Return `layer` in an activation checkpoint, together with a layer that is deferred.
+    """Return `layer`, which ends in a linear layer, in an activation checkpoint that also computes
+    a Deferred input.
 
-    `layer` ends in a linear layer. Early stop leaves it out of recomputation. torch.compile has no
-    early stop: it would drop the result, which the operator after it may save, and repeat the
-    matmul. So `options` tells it to keep results of matmuls.
+    Early stop leaves the last matmul out of recomputation. torch.compile has no early stop: it
+    would drop the result, which the operator after it may save, and repeat the matmul, so `options`
+    tells it to keep results of matmuls.
     """
 
-    def run(x: Any, *more: Any, **named: Any) -> Any:
+    def checkpointed(x: Any, *more: Any, **named: Any) -> Any:
         contexts = partial(create_selective_checkpoint_contexts, MATMUL_OPS)
         options: dict = {"context_fn": contexts} if torch.compiler.is_compiling() else {}
         both, start = layer, x
         if isinstance(x, Deferred):
-            both = lambda first, *more, **named: layer(x.run(first), *more, **named)  # noqa: E731
+            both = lambda first, *more, **named: layer(x.layer(first), *more, **named)  # noqa: E731
             start = x.x
         return activation_checkpoint(both, start, *more, has_dropout=False, **named, **options)
 
-    return run
+    return checkpointed
 
 
 def cheap(block: Any, x: Tensor) -> Tensor:
-    """Recompute the LayerNorms and GELU, but no matmul.
-
-    Megatron-LM calls this output-discarding recompute. In llm.c it is the flag -r 2.
-    """
+    """Recompute the LayerNorms and GELU, but no matmul (Megatron-LM: output-discarding recompute;
+    llm.c: the flag -r 2)."""
     attn, mlp = block.attn, block.mlp
-    # Each checkpoint ends in a matmul, which early stop leaves out of recomputation. Two views: a
-    # LayerNorm may be deferred only inside its half. Where a changed `Block.forward` calls a
-    # LayerNorm itself (post-norm), it needs a tensor.
+    # Each checkpoint ends in a matmul, which early stop leaves out of recomputation. Two views,
+    # because a LayerNorm may be deferred only inside its half: a changed `Block.forward` that calls
+    # one itself (post-norm) needs a tensor.
     up, down = to_matmul(mlp.up_project), to_matmul(mlp.down_project)
     halves = View(
         block,
@@ -226,12 +231,11 @@ def recompute_mlp(block: Any, x: Tensor, chunk_sizes: ChunkSizesFn = None) -> Te
 def checkpointed_mlp(block: Any, chunk_sizes: ChunkSizesFn) -> Callable[[Tensor], Tensor]:
     """Return a function (B, T, C) -> (B, T, C): the MLP half in an activation checkpoint.
 
-    With `chunk_sizes`, each chunk of tokens has its own checkpoint. Backward then recomputes one
-    chunk at a time, so only one chunk's (tokens, d_ff) tensors exist at a time. A chunk keeps only
-    its part of x2, which is a view. Chunks do not change one bit of the loss or of an activation's
-    gradient: a token's row of a matmul does not depend on other rows. But the gradients of the
-    weights of ln_2 and of the MLP are sums over tokens, and chunks change the rounding of these
-    sums.
+    With `chunk_sizes`, each chunk of tokens has its own checkpoint. It keeps only its part of x2,
+    which is a view, and backward recomputes one chunk at a time, so that only one chunk's (tokens,
+    d_ff) tensors exist. The loss and the gradients of activations are bitwise equal, because a
+    token's row of a matmul does not depend on other rows. The gradients of the weights of ln_2 and
+    of the MLP are sums over tokens, whose rounding chunks change.
 
     All chunks are in one graph, so DDP or FSDP gets the gradient of a weight after autograd has
     summed it over the chunks. (An autograd.Function per chunk would pass on each chunk's gradient.)
@@ -251,9 +255,9 @@ def sizes_of_chunks(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
     """Return the number of tokens of each chunk of a sequence of `n_tokens`.
 
     `n_chunks`: the maximal number of chunks; 0: chunks of about `MLP_CHUNK_ELEMENTS` elements. All
-    chunks except the last have the same length, a multiple of CHUNK_MULTIPLE. The last has at least
-    CHUNK_MULTIPLE tokens, if the sequence has so many. With other lengths the results could change:
-    some kernels round differently if a matmul has few rows, or in its last rows.
+    chunks except the last have the same length, a multiple of CHUNK_MULTIPLE, and the last is no
+    shorter than that, if the sequence has so many tokens. Other lengths could change the results,
+    because some kernels round differently if a matmul has few rows, or in its last rows.
     """
     units = max(1, n_tokens // CHUNK_MULTIPLE)
     each = math.ceil(units / (n_chunks or math.ceil(n_tokens * d_ff / MLP_CHUNK_ELEMENTS)))
@@ -297,11 +301,11 @@ def keep_qkv_and_attention(block: Any, x: Tensor) -> Tensor:
 
 
 # A *selective checkpoint* around a whole block keeps x and the results of the operators that a list
-# names. Recomputation reuses these results. The lists must name overloads (.default). A linear
-# layer with a bias is addmm, not mm. Each kind of device has its own attention operators.
+# names, which recomputation reuses. The lists must name overloads (.default). A linear layer with a
+# bias is addmm, not mm, and each kind of device has its own attention operators.
 #
-# torch keeps the results in the checkpoint, not as saved tensors. So offload's hooks do not get the
-# results, and offload moves only x. (Compiled code saves results as tensors: offload moves them.)
+# torch keeps the results in the checkpoint, not as saved tensors, so offload's hooks do not get
+# them and offload moves only x. (Compiled code saves results as tensors, which offload moves.)
 ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -316,8 +320,8 @@ MATMUL_OPS = [
 
 
 # From torch 2.14 on, this argument of torch's checkpoint decides whether hooks get the results that
-# a selective checkpoint keeps. Without the argument, torch warns that a later torch will give them
-# to hooks by default. Offload would then move more tensors than the planner predicts.
+# a selective checkpoint keeps. Without it torch warns that a later release will give them to hooks
+# by default, with which offload would move more tensors than the planner predicts.
 HAS_RESPECT_HOOKS_ARGUMENT = "respect_saved_tensors_hooks" in signature(torch_checkpoint).parameters
 HIDE_FROM_HOOKS_KWARGS = (
     {"respect_saved_tensors_hooks": False} if HAS_RESPECT_HOOKS_ARGUMENT else {}
@@ -328,10 +332,10 @@ def keep_results_of(operators: list) -> Callable[..., Tensor]:
     """Return a policy that keeps x and the results of `operators`, and recomputes the rest."""
     contexts = partial(create_selective_checkpoint_contexts, operators)
 
-    def run(block: Any, x: Tensor, chunk_sizes: ChunkSizesFn = None) -> Tensor:
+    def policy(block: Any, x: Tensor, chunk_sizes: ChunkSizesFn = None) -> Tensor:
         has_dropout = block_has_dropout(block)
         halves: dict[str, Any] = {}
-        # (Compiled code does not need this: there each random operator has its own RNG state.)
+        # (Not for compiled code, in which each random operator has its own RNG state.)
         if has_dropout and not torch.compiler.is_compiling():
             halves["attention"] = with_same_rng_after_attention(block.attention)
         if chunk_sizes:
@@ -341,15 +345,15 @@ def keep_results_of(operators: list) -> Callable[..., Tensor]:
             view, x, has_dropout=has_dropout, context_fn=contexts, **HIDE_FROM_HOOKS_KWARGS
         )
 
-    return run
+    return policy
 
 
 def with_same_rng_after_attention(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap a block's attention half, (B, T, C) -> (B, T, C): save the RNG's state after attention.
+    """Wrap a block's attention half, (B, T, C) -> (B, T, C): save the RNG's state after attention,
+    and restore it in recomputation.
 
-    Recomputation restores that state. On a GPU, attention draws its mask inside one operator. If
-    recomputation reuses the operator's result, it does not draw this mask. Then the next dropout
-    would get attention's random numbers.
+    On a GPU, attention draws its mask inside one operator. A recomputation that reuses the
+    operator's result draws no mask, and the next dropout would get attention's random numbers.
     """
     behind_attention = SavedRNGState()
 
@@ -369,25 +373,25 @@ def block_has_dropout(block: Any) -> bool:
 class Policy(NamedTuple):
     """The description of a policy for formulas, tables and pages.
 
-    Tensors have the names in the docstring of this file, and three more names. `c_proj` is the
-    low-precision copy of attn.c_proj's weight. `mask` is the masks of both dropouts. `results` is
-    the results of attn.c_proj and mlp.c_proj. `sizes` in planner/formulas.py has each name's bytes.
+    Tensors have the names in the docstring of this file, and three more: `c_proj_cast` is the
+    low-precision copy of attn.c_proj's weight, `mask` the masks of both dropouts, `results` the
+    results of attn.c_proj and mlp.c_proj. `sizes` in planner/formulas.py has each name's bytes.
     """
 
     saved_tensor_names: str  # names of the tensors that a block keeps
     description: str  # text for users: what is kept or done again
     forward: Callable[..., Tensor] | None = None  # (block, x) -> result; None: block(x)
-    # Decides operator by operator and thus keeps attention's result only if attention is one fused
-    # operator.
+    # True: a selective checkpoint decides operator by operator, so it keeps attention's result only
+    # if attention is one fused operator.
     needs_fused_attention: bool = False
     supports_mlp_chunks: bool = False  # can recompute the MLP half in chunks (`mlp_chunks`)
 
 
-ATTENTION_TENSORS, MLP_TENSORS = "x ln_1 qkv attention c_proj mask", "x2 ln_2 c_fc gelu"
+ATTENTION_TENSORS, MLP_TENSORS = "x ln_1 qkv attention c_proj_cast mask", "x2 ln_2 c_fc gelu"
 POLICIES = {  # comments: kept bytes per block (BTC: B * T * C bytes); libraries with that policy
     "none": Policy(f"{ATTENTION_TENSORS} {MLP_TENSORS}",  # 36 BTC
         "every intermediate is kept; the head runs in chunks of tokens"),
-    "cheap": Policy("x qkv attention c_proj mask x2 c_fc",  # 24 BTC
+    "cheap": Policy("x qkv attention c_proj_cast mask x2 c_fc",  # 24 BTC
         "LayerNorms and GELU are done again in backward, no matrix product is", cheap),
     "selective": Policy("x qkv attention c_fc results",  # 24 BTC; torchtune; JAX dots_saveable
         "what matrix products and attention made is kept, the rest is done again",
@@ -420,8 +424,8 @@ POLICY_STRING = re.compile(
 
 
 class RecomputePlan(NamedTuple):
-    """A policy string, parsed for a model. `parse_recompute_plan` makes a plan, and
-    `format_recompute_plan` makes the policy string again."""
+    """A policy string, parsed for a model by `parse_recompute_plan`; `format_recompute_plan` does
+    the reverse."""
 
     policies: tuple[str, ...]  # one for each block
     group_size: int = 1  # number of blocks in each shared checkpoint; only `full` blocks share one
@@ -435,10 +439,8 @@ class RecomputePlan(NamedTuple):
 
     @property
     def group_policies_and_sizes(self) -> list[tuple[str, int]]:
-        """Return (policy, number of blocks) of each call in MiniGPT.forward.
-
-        One call runs one block, or a group of blocks that share a checkpoint.
-        """
+        """Return (policy, number of blocks) of each call in MiniGPT.forward, which runs one block,
+        or a group of blocks that share a checkpoint."""
         whole = takewhile(lambda policy: policy == "full" and self.group_size > 1, self.policies)
         n = len(list(whole))
         groups = [("full", min(self.group_size, n - i)) for i in range(0, n, self.group_size)]
@@ -456,7 +458,7 @@ def parse_recompute_plan(text: str, n_layers: int) -> RecomputePlan:
     `+nested`    also one checkpoint around each block in a group: see `run_group_as_one_block`
     `+offload`   CPU memory holds the tensors that the policies keep
 
-    Raises ValueError if the string is invalid. The message is one line and has the grammar.
+    Raises ValueError if the string is invalid, with a message of one line that has the grammar.
     """
     match = POLICY_STRING.fullmatch(text)
     first, n, rest, group, nested, offload = match.groups() if match else [""] * 6
@@ -504,32 +506,32 @@ def format_recompute_plan(recompute: RecomputePlan) -> str:
 def make_policy_function(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tensor] | None:
     """Return the function for `block(x, policy=...)`. None: call `block(x)` without a policy."""
     entry = POLICIES[policy]
-    run = entry.forward
+    call = entry.forward
     if entry.supports_mlp_chunks and mlp_chunks != 1:
         chunk_sizes = partial(sizes_of_chunks, d_ff=d_ff, n_chunks=mlp_chunks)
-        run = partial(run or recompute_mlp, chunk_sizes=chunk_sizes)
-    return run and partial(run_policy, run)
+        call = partial(call or recompute_mlp, chunk_sizes=chunk_sizes)
+    return call and partial(run_policy, call)
 
 
 def run_group_as_one_block(
     blocks: list, nested: bool, x: Tensor, *more: Any, **named: Any
 ) -> Tensor:
-    """Run a group of K blocks, x (B, T, C) -> (B, T, C); MiniGPT.forward calls it like one block.
+    """Run a group of K blocks in one checkpoint, x (B, T, C) -> (B, T, C); MiniGPT.forward calls it
+    like one block. `more`, `named`: other arguments of each block's call.
 
-    A checkpoint is around the group. When it recomputes, the tensors of all K blocks exist at once.
-    `more`, `named`: other arguments of each block's call. `nested`: each block also has a
-    checkpoint of its own. Then the group's recomputation keeps only the inputs of its blocks, and
-    backward recomputes one block at a time.
+    When the checkpoint recomputes, the tensors of all K blocks exist at once. If `nested`, each
+    block has a checkpoint of its own inside: the group's recomputation keeps only the inputs of its
+    blocks, and backward recomputes one block at a time.
 
     With L blocks, `full` keeps L inputs. Nested groups keep L / K inputs in forward and K more in
-    backward. The sum is least for K = sqrt(L) (Chen et al., 2016, arXiv 1604.06174). Nested groups
-    repeat (K - 1) / K of a forward more than `full`: a group runs again without its last block.
+    backward, a sum that is least for K = sqrt(L) (Chen et al., 2016, arXiv 1604.06174). They repeat
+    (K - 1) / K of a forward more than `full`: a group runs again without its last block.
     """
     for block in blocks:
-        run = partial(block, **named)
+        call = partial(block, **named)
         x = (
-            activation_checkpoint(run, x, *more, has_dropout=block_has_dropout(block))
+            activation_checkpoint(call, x, *more, has_dropout=block_has_dropout(block))
             if nested
-            else run(x, *more)
+            else call(x, *more)
         )
     return x

@@ -2,9 +2,8 @@
 
 The method is DeepSpeed Ulysses (Jacobs et al., 2023, https://arxiv.org/abs/2309.14509). Outside of
 attention, tokens are independent: each of N ranks computes 1/N of the tokens, and with every policy
-keeps 1/N of the bytes for backward. Attention needs all tokens, but its heads are independent. So
+keeps 1/N of the bytes for backward. Attention needs all tokens, but its heads are independent, so
 one all-to-all exchanges tokens for heads before attention, and another exchanges them back:
-
     this rank's t tokens, all H heads     (B, t, 3C)
     all T tokens, this rank's h heads     (B, T, 3hD)    -> attention -> (B, T, hD)
     this rank's t tokens, all H heads     (B, t, C)

@@ -68,7 +68,7 @@ def closed_form_bytes_by_part(
         "ln_1": a * N * C + 8 * N + copies * 3 * C * C,  # 8 N: mean and 1 / deviation of x
         "qkv": 3 * a * N * C,
         "attention": a * N * C + 4 * N * H,  # 4 N H: the softmax's normaliser
-        "c_proj": copies * C * C,
+        "c_proj_cast": copies * C * C,
         "mask": 2 * N * C * bool(config.dropout),  # two masks, if dropout is fused
         "x2": 4 * N * C,
         "ln_2": a * N * C + 8 * N + copies * C * F,
