@@ -25,11 +25,8 @@ from .snapshot import (
 
 
 def load_newest(path: Path) -> LoadedSnapshot:
-    """Load the snapshot at `path`. If this file is missing or damaged, load `.prev.pt`, or else
-    `.best.pt`.
-
-    Raises SnapshotError if none of the three can be read.
-    """
+    """Load the snapshot at `path` or, if this file is missing or damaged, `.prev.pt`, or else
+    `.best.pt`. Raises SnapshotError if none of the three can be read."""
     problems: list[str] = []
     for file in files_of_run(path)[:3]:
         identity = os.stat(file) if os.path.exists(file) else None
@@ -59,7 +56,7 @@ def load_own_run(path: Path, run_id: str) -> LoadedSnapshot | None:
 
 
 def files_of_other_runs(path: Path, run_id: str) -> list[Path]:
-    """Return the snapshots and the metrics beside `path` that the run `run_id` has not written. A
+    """Return the snapshots and the metrics beside `path` that the run `run_id` has not written: a
     person may have copied a snapshot of another run to `path`."""
     previous, best, metrics = files_of_run(path)[1:4]
     there = [file for file in (previous, best) if file.is_file()]
