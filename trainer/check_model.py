@@ -1,5 +1,5 @@
 """Check at the start that the memory techniques of a run suit model.py, which its user may have
-changed: small models with equal weights take a step, one a MiniGPT, the other a MemorySavingGPT.
+changed: two small models with equal weights, a MiniGPT and a MemorySavingGPT, take the same step.
 
 Policies run the block's own methods, so they follow most changes. They cannot follow a loop of
 MiniGPT.forward that does something for each block (a group of blocks is one call of that loop), or
@@ -58,10 +58,8 @@ class EmptyOnMeta(TorchFunctionMode):
 def make_model_without_memory(
     config: MiniGPTConfig, make: Callable[[MiniGPTConfig], MemorySavingGPT]
 ) -> MemorySavingGPT:
-    """Return the model that `make` makes; its layers have their weights on device "meta".
-
-    Raises MiniGPTError if values of another tensor would be lost when the model gets its memory.
-    """
+    """Return the model that `make` makes, with the weights of its layers on device "meta". Raises
+    MiniGPTError if values of another tensor would be lost when the model gets its memory."""
     with EmptyOnMeta():
         model = make(config)
     owner: dict[Tensor, nn.Module] = {}
@@ -86,11 +84,11 @@ def make_model_without_memory(
 def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> None:
     """Compare a step of a small MiniGPT with one of a MemorySavingGPT of `model.config`.
 
-    Under a recompute policy losses, gradients and random states must be equal to the bit. The loss
-    in chunks, the MLP in chunks and a shared sequence (train_sp.py) must be equal up to rounding.
-    The small model has all layers and heads, but few channels, tokens and words. `precision`: dtype
-    of autocast under a policy; float32: no autocast. `model` may be on device "meta", and does not
-    change. Random states do not change. The processes of train_sp.py must call this together.
+    Under a recompute policy losses, gradients and random states must be bitwise equal; the loss in
+    chunks, the MLP in chunks and a shared sequence (train_sp.py) must be equal up to rounding. The
+    small models have all layers and heads, but few channels, tokens and words. `precision`: dtype
+    of autocast under a policy; float32: no autocast. `model`, which may be on device "meta", and
+    the random states do not change. The processes of train_sp.py must call this together.
 
     Raises MiniGPTError, which names the difference and a remedy.
     """
@@ -219,8 +217,8 @@ def raise_if_different(
 def small_config_and_reference(config: MiniGPTConfig) -> tuple[MiniGPTConfig, TensorByName]:
     """Return the config of the small model, and its step without any technique.
 
-    The small model has few channels. If model.py cannot have so few, because it names a number of
-    channels, the small model has as many as `config`.
+    The small model has few channels or, if model.py names a number of channels and fails with
+    another, as many as `config`.
     """
     n_tokens = 2 * policies.CHUNK_MULTIPLE if config.mlp_chunks != 1 else N_TOKENS
     few = replace(
@@ -269,7 +267,7 @@ def small_step(
 ) -> TensorByName:
     """Run forward and backward of these micro-batches of the model that `make` makes. Return the
     losses, the gradients that exist, and the random number that torch would draw next. Raises
-    MiniGPTError if other random numbers are drawn."""
+    MiniGPTError if forward draws random numbers of Python or numpy."""
     model, *rows = small_model_and_batch(make, config, device, dtype)
     results, amp, others = TensorByName(), precision != FLOAT32, other_random_states()
     for i in batches:
@@ -300,8 +298,8 @@ def small_model_and_batch(
     device: torch.device = CPU,
     dtype: torch.dtype = FLOAT32,
 ) -> tuple[MiniGPT, Tensor, Tensor]:
-    """Return the model that `make` makes, with random weights, ids and labels, both (2, T). One
-    label is ignored."""
+    """Build a model with `make` and random weights; return it with ids and labels, each (2, T), one
+    label ignored."""
     torch.manual_seed(0)
     model = make(config).train()
     for weight in model.parameters():  # no weight is 0 or 1, so each has an effect
