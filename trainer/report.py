@@ -105,7 +105,7 @@ def resume_lines(run: Run, origin: LoadedSnapshot) -> list[str]:
 
 
 def resume_command(run: Run) -> str:
-    """Return the command that resumes the run. The command needs no other flags."""
+    """Return the command that resumes the run, without other flags."""
     path = run.settings.checkpoint_path if "checkpoint_path" in run.settings.typed else None
     return shlex.join([*run.process.command, "--resume", *to_words({"checkpoint_path": path})])
 
@@ -120,16 +120,15 @@ def generate_command(run: Run) -> str:
 
 
 def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
-    """Return the log record of the step that has just ended. Its times are means over the steps
+    """Return the log record of the step that has just ended, with times as means over the steps
     since the last record.
 
     `losses`: this process's losses, (micro-batches,). `grad_norm`: a scalar. All processes must
     call this together.
     """
     settings, process, clock = run.settings, run.process, run.clock
-    # The mean loss over all micro-batches of all processes. The update of this step uses the
-    # gradient of this mean. `losses.tolist()` waits for the GPU, so the times below include the
-    # GPU's work.
+    # The mean loss over all micro-batches of all processes, whose gradient the update used.
+    # `losses.tolist()` waits for the GPU, so that the times below include the GPU's work.
     loss = process.sum_over_replicas([sum(losses.tolist())])[0] / run.global_micro_batches_per_step
     seconds = clock.end_interval()
     return {
@@ -160,12 +159,9 @@ def write_and_print_record(run: Run, record: dict[str, Any]) -> None:
 
 
 def is_log_overdue(run: Run) -> bool:
-    """Return True if there is no progress bar, and no log line for MAX_SILENCE_SECONDS. In this
-    case the loop logs the present step.
-
-    Only rank 0 decides this; other ranks return False. With --log-interval 0 the result is always
-    False.
-    """
+    """Return True if the loop should log the present step, because there is no progress bar, and no
+    log line for MAX_SILENCE_SECONDS. Only rank 0 decides; other ranks return False, and so does
+    every rank with --log-interval 0."""
     if run.process.rank > 0 or sys.stderr.isatty() or run.settings.log_interval == 0:
         return False
     return time.perf_counter() - run.last_log_time > MAX_SILENCE_SECONDS
@@ -173,7 +169,7 @@ def is_log_overdue(run: Run) -> bool:
 
 def sample_text(run: Run) -> str:
     """Return a document that the model generates; "" with --sample-tokens 0. The same run always
-    generates the same text, because the random generator is seeded with --seed."""
+    generates the same text, because --seed seeds the random generator."""
     if run.settings.sample_tokens == 0:
         return ""
     how = {"temperature": 0.8, "top_k": 40, "use_cache": cache_is_exact(run.model.config)}
@@ -198,7 +194,7 @@ def describe_result(
     the first step. `seconds`: total time. All processes must call this together.
     """
     settings, path = run.settings, run.settings.checkpoint_path
-    # Leave out infinite losses and NaNs: the updates of their steps were skipped.
+    # Without infinite losses and NaNs, because the updates of their steps were skipped.
     losses = [loss for step in run.recent_losses for loss in step.tolist() if math.isfinite(loss)]
     total, count = run.process.sum_over_replicas([sum(losses), len(losses)])
     mean = total / count if count else math.nan
