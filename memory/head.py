@@ -80,7 +80,7 @@ def target_log_prob_(
     """
     # A sum over the vocabulary needs float32. (`exact` may be `logits` itself.)
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # CPU and CUDA kernels (MPS: unknown) read a row before they write it, so `out` may be the input.
+    # CPU and CUDA kernels (not MPS?) read a row before they write it, so `out` may be the input.
     exact = torch.log_softmax(exact, 1, out=None if logits.is_mps else exact)
     found = exact.gather(1, target)
     if write_softmax:

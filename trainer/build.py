@@ -1,5 +1,5 @@
-"""Run a trainer from its settings to its exit code. Build the run in the order in which it happens:
-Settings and weights, a StepPlan, the data, the model, the Run."""
+"""Run a trainer from its settings to its exit code. A run is built in this order: Settings and
+weights to start from, a StepPlan (the predicted memory), the data, the model, the Run."""
 
 import math
 import os
@@ -67,7 +67,7 @@ def run_safely(
     """Build a run and `train` it; return the exit code: 0 done, 2 bad input, 3 stopped safely, 4
     out of memory, 128 + n stopped by signal n.
 
-    An error that is not a bug is printed as one line. Any other error is a bug, and is raised.
+    An error that is not a bug is printed as one line; any other error is raised.
     """
     run = None
     try:
@@ -76,7 +76,7 @@ def run_safely(
         with run.held_lock or nullcontext():
             code = train_and_report(run, train)
             # If a process of torchrun ends, torchrun signals the others and their children, such as
-            # wandb's. So all wait for the log of rank 0.
+            # wandb's, so all wait for the log of rank 0.
             run.process.from_rank0(finish_wandb)
             return code
     except KeyboardInterrupt:
@@ -91,8 +91,8 @@ def run_safely(
 
 
 def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
-    """Call `train` and print the last lines of the run. Return the exit code: 0, 3 for weights that
-    are of no use, or 128 + signal number."""
+    """Call `train` and print the last lines of the run. Return the exit code: 0, 3 if the
+    validation loss is not finite, or 128 + signal number."""
     settings, say = run.settings, run.process.print0
     if run.step >= settings.num_steps:
         say(
@@ -170,9 +170,11 @@ def choose_start(
 def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrained = None) -> Run:
     """Make the data, the model and the optimizer of a run, and return the run.
 
-    `origin`: the snapshot or the pretrained weights from which the run starts; None: draw random
-    weights. Raises MiniGPTError for a mistake of the user, and for a step that needs more memory
-    than the device has.
+    The memory of a step is predicted before the text is encoded. The model is made on device
+    "meta", and `check_model` compares two small models of its config, before `allocate_and_fill`
+    gives it memory and weights. `origin`: the snapshot or the pretrained weights from which the run
+    starts; None: random weights. Raises MiniGPTError for a mistake of the user, and for a step that
+    needs more memory than the device has.
     """
     resumed = origin if isinstance(origin, LoadedSnapshot) else None
     device, precision = process.device, choose_precision(settings, process.device)
@@ -250,12 +252,13 @@ def load_data_and_plan(
     precision: torch.dtype,
     origin: SnapshotOrPretrained,
 ) -> tuple[Dataset, MiniGPTConfig, list[StepPlan], str]:
-    """Load the data and predict the memory of a step. Check that all processes train the same model
-    on the same data. Return the data, the model's config, and plans and text of `plan_run`.
+    """Load the data and predict the memory of a step, after a check that all processes train the
+    same model on the same data. Return the data, the model's config, and plans and text of
+    `plan_run`.
 
-    Encoding a long text (into data/cache) takes long. So before the text is encoded, this function
-    checks the flags and the path, and predicts the memory. This prediction is for the largest
-    vocabulary that the text can give. Raises as `build_run`.
+    Encoding a long text (into data/cache) takes long, so it comes after all checks of flags and
+    path, and after the prediction, which is for the largest vocabulary that the text can give.
+    Raises as `build_run`.
     """
     process.init_process_group()  # before this call the processes cannot communicate
     raise_if_ranks_differ(process.all_gather_object(facts(settings, process, precision, origin)))
@@ -269,7 +272,7 @@ def load_data_and_plan(
     data_facts: dict[str, object] = {"--train-data": f"{data.description}, fingerprint {prints}"}
     raise_if_ranks_differ(process.all_gather_object(data_facts))
     # (A trained bpe has fewer ids than --vocab-size if its training text has too few pairs to
-    # merge. So the model gets the vocabulary size of the tokenizer.)
+    # merge, so the model gets the vocabulary size of the tokenizer.)
     config = settings.model_config(data.tokenizer.vocab_size)
     return data, replace(config, recompute=policy), plans, words
 
@@ -283,9 +286,9 @@ def facts(
     """Return what must be the same in all processes before they read the data: name, mostly a flag
     -> value.
 
-    A run on several machines is started by hand on each machine, and each machine has its own
-    command line and its own disk. If one had another --lr, the weights of the processes would drift
-    apart without an error.
+    A run on several machines is started by hand on each of them, with its own command line and its
+    own disk. If one had another --lr, the weights of the processes would drift apart without an
+    error.
     """
     snapshot = None
     if isinstance(origin, LoadedSnapshot):
@@ -304,10 +307,8 @@ def facts(
 
 
 def raise_if_ranks_differ(of_each: list[dict[str, object]]) -> None:
-    """Raise MiniGPTError for the first fact that differs between processes.
-
-    `of_each`: the facts of each process, in the order of the ranks.
-    """
+    """Raise MiniGPTError for the first fact that differs between processes. `of_each`: the facts of
+    each process, in the order of the ranks."""
     for name, value in of_each[0].items():
         for rank, of_rank in enumerate(of_each):
             if of_rank[name] != value:
@@ -330,10 +331,7 @@ def tokenizer_of(origin: SnapshotOrPretrained) -> Tokenizer | None:
 
 def rename_old_files_and_open_logs(run: Run) -> None:
     """On rank 0, rename the files of an older run, and open metrics.jsonl and the logger of
-    --log-to.
-
-    Before this call, a new run has written none of its files except the lock.
-    """
+    --log-to. Before this call, a new run has written none of its files except the lock."""
     settings, path, say = run.settings, run.settings.checkpoint_path, run.process.print0
     if run.process.rank > 0:
         return
@@ -355,10 +353,8 @@ def rename_old_files_and_open_logs(run: Run) -> None:
 def load_run_data(
     settings: Settings, process: OneProcess, origin: SnapshotOrPretrained = None
 ) -> Dataset:
-    """Return the data that the flags of the group "data" describe.
-
-    If `origin` has a tokenizer, the text is encoded with that tokenizer. Raises DataError.
-    """
+    """Return the data that the flags of the group "data" describe, encoded with the tokenizer of
+    `origin` if it has one. Raises DataError."""
     flags = {name: getattr(settings, name) for name in (*names_with(Rule.DATA), "data_seed")}
     return load_dataset(**flags, tokenizer=tokenizer_of(origin), say=process.print0)
 
@@ -370,8 +366,7 @@ def make_snapshot_metadata(
     data: Dataset,
     resumed: LoadedSnapshot | None,
 ) -> State:
-    """Return the part of a snapshot that identifies its run. This part has plain types only, no
-    tensors."""
+    """Return the part of a snapshot that identifies its run: plain types only, no tensors."""
     # Absolute paths, because --resume may run in another folder.
     paths: dict[str, Any] = {name: None for name in names_with(Rule.THIS_START)}
     for name in ("train_data", "val_data"):
@@ -383,8 +378,8 @@ def make_snapshot_metadata(
         "config": asdict(config),
         "args": settings.words(**paths),
         "tokenizer": data.tokenizer.state(),
-        # On a CPU, threads split a sum, so the number of threads decides how the sum is rounded. On
-        # a GPU the number of threads has no effect.
+        # On a CPU the number of threads decides how a sum is split, and thus how it is rounded; on
+        # a GPU it has no effect.
         "threads": torch.get_num_threads() if process.device.type == "cpu" else None,
         "data": {
             "description": data.description,

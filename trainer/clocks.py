@@ -24,11 +24,11 @@ from .process import OneProcess
 from .settings import Settings
 from .snapshot import sibling_path
 
-# Number of the step whose peak memory is measured. Earlier steps differ from later steps: step 1
+# Number of the step whose peak memory is measured, because it is like all later ones: step 1
 # allocates the optimizer's state, and step 2 allocates DDP's final buckets.
 MEASURED_STEP = 3
-# Number of steps before the recorded steps. In the last step before them the profiler already runs,
-# to warm up, but the results of this step are dropped.
+# Number of steps before the recorded steps. In the last of them the profiler already runs, to warm
+# up, and its results are dropped.
 STEPS_BEFORE_PROFILE = 3
 TABLE_ROWS = 10  # number of rows in the profiler's table of operators
 
@@ -37,8 +37,8 @@ class StepClock:
     """Clock of the training steps, as the CPU sees them.
 
     The time inside `with paused(phase)`, for an evaluation or a save, is no training time. A GPU
-    runs kernels asynchronously, so the seconds of a single step mean little there. The sum over
-    steps is right when the loss has been read, because reading it waits for the GPU.
+    runs kernels asynchronously, so the seconds of a single step mean little there, but their sum is
+    right once the loss has been read, because reading it waits for the GPU.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ def measuring_peak(
 ) -> Iterator[None]:
     """Context of a step whose peak memory is measured, and printed beside the prediction.
 
-    On a GPU the peak comes from torch's allocator. (It has one peak: those in later log lines are
-    since this step, too.) On a CPU the planner's recorder counts the storages of the real step, as
-    it counted those of the simulated one. If memory runs out in the step, the peak is that of two
-    attempts, and is not printed.
+    On a GPU the peak comes from torch's allocator, which has only one: the peaks in later log lines
+    are also since this step. On a CPU the planner's recorder counts the storages of the real step,
+    as it counted those of the simulated one. If memory runs out in the step, the peak is that of
+    two attempts, and is not printed.
     """
     predicted, recorder, on_gpu = clock.predicted, OpRecorder(), process.device.type == "cuda"
     if on_gpu:
@@ -125,8 +125,8 @@ def measuring_peak(
     with nullcontext() if on_gpu else recorder:
         yield
     if on_gpu:
-        # Use the bytes that tensors requested. The allocated bytes are some percent more, because
-        # the allocator rounds up the size of each tensor.
+        # The bytes that tensors requested. The allocated bytes are some percent more, because the
+        # allocator rounds up the size of each tensor.
         peak = torch.cuda.memory_stats(process.device)["requested_bytes.all.peak"]
     else:
         peak = bytes_by_op_and_kind(split_into_segments(recorder)).sum(axis=1).max()
@@ -137,11 +137,11 @@ def measuring_peak(
 
 
 def make_profiler(settings: Settings, process: OneProcess) -> profile:
-    """Return a profiler that records `settings.profile` steps, after STEPS_BEFORE_PROFILE steps.
+    """Return a profiler that records `settings.profile` steps, after STEPS_BEFORE_PROFILE steps,
+    writes the trace beside the snapshot, and prints a table of operators.
 
-    Then it prints a table of the operators with the longest self time, which is their time without
-    the operators that they call, and writes the trace beside the snapshot. On a GPU the table is
-    sorted by the self time on the GPU, and it also lists kernels.
+    The table is sorted by self time, an operator's time without the operators that it calls. On a
+    GPU it is the self time on the GPU, and the table also lists kernels.
     """
     path = sibling_path(settings.checkpoint_path, ".trace.json")
     processor = "device" if process.device.type == "cuda" else "cpu"
@@ -158,7 +158,7 @@ def make_profiler(settings: Settings, process: OneProcess) -> profile:
 
     # Without this setting Kineto, the library behind torch.profiler, prints lines of its own.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    # acc_events=True: without it some versions of torch warn that they do not keep events across
+    # Without acc_events=True some versions of torch warn that they do not keep events across
     # profiling cycles, although there is only one cycle here.
     when = schedule(wait=STEPS_BEFORE_PROFILE - 1, warmup=1, active=settings.profile or 0, repeat=1)
     return profile(schedule=when, on_trace_ready=report, acc_events=True)

@@ -16,8 +16,8 @@ from .metrics import format_bytes
 from .settings import Settings
 
 GIB = 2**30
-# Kernels for attention while text is generated: all but cuDNN's. cuDNN makes a new graph for each
-# number of keys, and this number grows by one with each token (estimate: 20 to 40 ms per graph).
+# Kernels for attention while text is generated: all but cuDNN's, which makes a new graph (estimate:
+# 20 to 40 ms) for each number of keys, and this number grows by one with each token.
 GENERATION_KERNELS = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -50,8 +50,8 @@ def choose_precision(
 
     Without --no-amp and --amp-dtype, the dtype is bfloat16 if the CPU or the CUDA GPU supports it
     in hardware, else float16 on CUDA, else float32. bfloat16 has the range of float32, so it needs
-    no loss scaling. But a chip without bfloat16 has to emulate it, which is slower than float32: on
-    some CPUs a hundred times slower.
+    no loss scaling, but a chip that has to emulate it is slower than with float32: some CPUs a
+    hundred times.
 
     `native`: whether the GPU supports bfloat16 in hardware; None: ask the GPU. Raises MiniGPTError
     for float16 on mps.
@@ -70,9 +70,8 @@ def choose_precision(
 
 
 def check_gather_dtype_flag(settings: Settings, precision: torch.dtype) -> None:
-    """Raise MiniGPTError if --gather-dtype bfloat16 cannot be used, for one of two reasons: the
-    blocks compute in another precision, or the gradients of MLP chunks would be added up in
-    bfloat16."""
+    """Raise MiniGPTError if --gather-dtype bfloat16 cannot be used, because the blocks compute in
+    another precision, or because the gradients of MLP chunks would be added up in bfloat16."""
     if settings.gather_dtype == "bfloat16" and precision != torch.bfloat16:
         raise MiniGPTError(
             f"--gather-dtype bfloat16: blocks compute in {precision} here; --amp-dtype bfloat16 "
@@ -86,21 +85,21 @@ def check_gather_dtype_flag(settings: Settings, precision: torch.dtype) -> None:
 
 
 def set_matmul_precision(device: torch.device, tf32: bool) -> None:
-    """Set how a GPU's matmuls round. If `tf32`, float32 inputs are rounded to TF32, which has 10
-    mantissa bits. Sums keep float32 precision.
+    """Set how a GPU's matmuls round: if `tf32`, float32 inputs are rounded to TF32, which has 10
+    mantissa bits, while sums keep float32 precision.
 
-    For a CPU nothing is set. With the setting of `tf32`, oneDNN would round the inputs on a CPU,
-    too, if the hardware supports this.
+    For a CPU nothing is set, because with this setting oneDNN would round the inputs there, too, if
+    the hardware supports it.
     """
     if device.type != "cuda":
         return
-    # torch recommends the newer setting fp32_precision, but torch.compile fails with it
-    # (pytorch#166387). The compiler also advises to enable TF32, but --tf32 decides.
+    # torch recommends the newer setting fp32_precision, with which torch.compile fails
+    # (pytorch#166387). The compiler's advice to enable TF32 is hidden, because --tf32 decides.
     warnings.filterwarnings("ignore", "Please use the new API settings|TensorFloat32 tensor cores")
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # cuBLAS may split a long sum, such as the sum over the vocabulary in the head's backward, into
     # parts for several GPU cores. By default it may add up the parts with the precision of the
-    # result, which is only 8 bits (bfloat16) or 11 bits (float16). Forbid this: see "Numerical
+    # result, only 8 bits (bfloat16) or 11 bits (float16), which is forbidden here: see "Numerical
     # accuracy" in PyTorch's notes.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -113,20 +112,17 @@ def cpu_has_bfloat16() -> bool:
 
 
 def compile_blocks(model: MemorySavingGPT) -> None:
-    """Compile each block with torch.compile, and also the softmax of the loss.
-
-    For each policy only the first block costs compile time: the other blocks reuse its compiled
-    code.
+    """Compile each block with torch.compile, and also the softmax of the loss. For each policy only
+    the first block costs compile time, because the others reuse its compiled code.
 
     With the policy `full`, the activation checkpoint is outside of the compiled code and keeps only
     the block's input. (Compiled code does not stop a recompute early, so backward also recomputes
     the block's last matmul.) With any finer policy, the checkpoints are inside the block and are
     compiled with it, because the compiler must see them.
     """
-    # Without this setting DDP would split compiled graphs, and also the activation checkpoints in
-    # these graphs.
+    # Otherwise DDP would split compiled graphs, and also the activation checkpoints in them.
     torch._dynamo.config.optimize_ddp = False
-    # Without this setting, on CUDA, recomputed dropout draws from random generators that
+    # Otherwise, on CUDA, recomputed dropout would draw from random generators that
     # torch.manual_seed does not set.
     torch._functorch.config.graphsafe_rng_functionalization = False
     for block in model.blocks:
@@ -156,8 +152,8 @@ def free_and_total_memory(
     """Return the free and the total memory of the device in bytes; (None, None): unknown.
 
     For a CPU these are the figures of the machine, or of the tightest limit on this process (a
-    control group's memory.max, as for a container or a job of a cluster). They are known on Linux
-    only. Cached files count as free, because the kernel drops them when memory is needed.
+    control group's memory.max, as for a container or a job of a cluster), known on Linux only.
+    Cached files count as free, because the kernel drops them when memory is needed.
 
     `root`: folder with the folders proc and sys.
     """
@@ -196,11 +192,8 @@ def read_numbers(path: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes of memory that one process may use, for its tensors and for everything else.
-
-    The total, `limit_bytes`, is one of three: --memory-budget, the memory of a card, or the free
-    memory.
-    """
+    """Bytes of memory that one process may use, for its tensors and for everything else: the total
+    `limit_bytes` is --memory-budget, the memory of a card, or the free memory."""
 
     limit_bytes: int | None  # None: unknown
     device_type: str
@@ -212,9 +205,9 @@ class MemoryBudget:
     def margin(self) -> int:
         """Bytes of the total that tensors may not use.
 
-        The margin is a tenth of the total. On a GPU it is at least 1 GiB, but a quarter of a total
-        below 4 GiB. An allocator cannot use every gap between tensors. A GPU's memory also holds
-        the driver's context of some hundred MiB, the code of kernels, and NCCL's buffers.
+        The margin is a tenth of the total, and on a GPU at least 1 GiB (but a quarter of a total
+        below 4 GiB), because an allocator cannot use every gap between tensors. A GPU's memory also
+        holds the driver's context of some hundred MiB, the code of kernels, and NCCL's buffers.
         """
         total = self.limit_bytes or 0
         least = min(total // 4, GIB) if self.device_type == "cuda" else 0
@@ -240,8 +233,7 @@ def budget_on(
     here: int = 1,
 ) -> MemoryBudget:
     """Return the memory budget of one process: `budget` bytes or, if that is None, the process's
-    share of the device's free memory. For a GPU the result also contains the process's share of the
-    CPU memory.
+    share of the device's free memory; for a GPU also its share of the CPU memory.
 
     Args:
         processes: number of processes that share the device's free memory.

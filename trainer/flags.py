@@ -1,6 +1,6 @@
 """Read the values of flags: the argparse types of the trainers and of all commands.
 
-If a flag is wrong, a program prints one error line and ends with exit code 2, before it reads the
+A program whose flags are wrong prints one error line and ends with exit code 2, before it reads the
 data or writes a file.
 """
 
@@ -21,8 +21,7 @@ from memory import parse_recompute_plan
 from model import MiniGPTConfig
 from planner.cards import canonical_card_name
 
-# Upper limits, far above any useful value. They reject a typing error before it can fill the
-# memory.
+# Upper limits, far above any useful value, which reject a typing error before it fills the memory.
 MAX_COUNT = 10**9
 MAX_LAYERS = 10**4
 MAX_WIDTH = 10**6  # of heads, channels, and sequences of a micro-batch
@@ -37,8 +36,7 @@ BYTE_UNITS = {"b": 1} | {
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """ArgumentParser that prints an error as one line. argparse itself prints a long usage text
-    first."""
+    """ArgumentParser that prints an error as one line, without argparse's long usage text."""
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("LOCAL_RANK", "0") in ("0", ""):  # one of torchrun's processes says it
@@ -94,12 +92,9 @@ def number_in_range(
 
 
 def check_policy_string(text: str) -> str:
-    """Check a policy string and return it (argparse type). The string must be "auto", or one that
-    `memory.parse_recompute_plan` accepts.
-
-    The number of layers is not known yet. So the N of `POLICY:N` is only checked against
-    MAX_LAYERS.
-    """
+    """Check a policy string and return it (argparse type): "auto", or one that
+    `memory.parse_recompute_plan` accepts. The N of `POLICY:N` is only checked against MAX_LAYERS,
+    because the number of layers is not known yet."""
     if text != AUTO:
         try:
             parse_recompute_plan(text, MAX_LAYERS)

@@ -20,8 +20,8 @@ from .snapshot import SaveError, State, describe_save_error, sibling_path, writi
 
 
 def perplexity(loss: float) -> float:
-    """Return the perplexity exp(loss), for a loss in nats. It is the number of equally likely
-    tokens that would give the same loss. From 710 nats on the result is infinite."""
+    """Return the perplexity exp(loss) for a loss in nats: the number of equally likely tokens that
+    would give the same loss. From 710 nats on the result is infinite."""
     return math.inf if loss > 709.78 else math.exp(loss)
 
 
@@ -55,8 +55,8 @@ Say = Callable[[str], None]  # prints a line
 
 
 def open_metrics(path: Path, resumed_step: int) -> Write:
-    """Return the writer of metrics.jsonl. The file has one JSON object per line. The writer passes
-    each line to the operating system before it returns.
+    """Return the writer of metrics.jsonl (one JSON object per line), which passes each line to
+    the operating system before it returns.
 
     A new run (`resumed_step` 0) begins a new file. A resumed run drops the lines of steps after
     `resumed_step`, because those steps will be repeated, and continues the file. Both this function
@@ -69,7 +69,7 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
         temporary.write_text(text, encoding="utf-8")
 
     def write(record: LogRecord) -> None:
-        # JSON has no NaN and no infinity. Write null instead, which every JSON reader accepts.
+        # JSON has no NaN and no infinity; every JSON reader accepts null.
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
@@ -85,8 +85,8 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
 
 
 def read_metrics(path: Path) -> list[LogRecord]:
-    """Return the records of a metrics.jsonl. Skip incomplete lines, which a crash may leave. Raises
-    MiniGPTError if the file cannot be read."""
+    """Return the records of a metrics.jsonl without incomplete lines, which a crash may leave.
+    Raises MiniGPTError if the file cannot be read."""
     records = []
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -146,10 +146,10 @@ def open_tensorboard(settings: Settings, identity: State, step: int, say: Say) -
 
 def open_wandb(settings: Settings, identity: State, step: int, say: Say) -> Write:
     """Return the writer of a log at Weights & Biases. With WANDB_MODE=offline, wandb writes to a
-    folder `wandb` beside the snapshot, for a later upload.
+    folder `wandb` beside the snapshot, for a later upload. `finish_wandb` ends the log.
 
-    All processes that resume a run use the run's id, so wandb shows them as one run. (If a step is
-    repeated, wandb keeps its first record.) `finish_wandb` ends the log.
+    All processes that resume a run use the run's id, so that wandb shows them as one run. (If a
+    step is repeated, wandb keeps its first record.)
     """
     import wandb
 
@@ -178,8 +178,8 @@ def finite_numbers(record: LogRecord) -> dict[str, float]:
 
 
 def finish_wandb() -> None:
-    """End the log at Weights & Biases, if --log-to opened one. (An exit handler of Python would do
-    so, but one of several processes that ends with an error calls none.)"""
+    """End the log at Weights & Biases, if --log-to opened one. (Python's exit handler would do so,
+    but it is not called if one of several processes ends with an error.)"""
     if wandb := sys.modules.get("wandb"):
         with suppress(OSError, wandb.Error):  # a lost network must not change the exit code
             wandb.finish()

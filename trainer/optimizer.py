@@ -1,8 +1,8 @@
 """Make the optimizer of a run, update weights, skip non-finite updates, restore saved moments.
 
-For AdamW with float32 moments this file uses torch's own class. Besides the weight and the
-gradient, torch's AdamW stores 8 bytes per parameter. No recompute policy can free these bytes.
-`LeanOptimizer` stores fewer bytes per parameter, or only this process's shard of them.
+For AdamW with float32 moments this file uses torch's own class, which stores 8 bytes per parameter
+besides the weight and the gradient. No recompute policy can free these bytes. `LeanOptimizer`
+stores fewer bytes per parameter, or only this process's shard of them.
 """
 
 import math
@@ -23,18 +23,17 @@ from .settings import Settings
 BETAS, EPS = (0.9, 0.95), 1e-8  # for AdamW; the second beta is GPT-3's
 MOMENTUM = 0.95  # for Muon
 # Coefficients a, b, c of Muon's Newton-Schulz polynomial a x + b x^3 + c x^5. Five iterations map
-# all singular values between 0.003 and 1 to values between 0.68 and 1.2. These values are as good
-# as 1 (Jordan, 2024).
+# all singular values between 0.003 and 1 to values between 0.68 and 1.2, which are as good as 1
+# (Jordan, 2024).
 NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.7750, 2.0315), 5
-# Number of elements that AdamW updates at a time. Bfloat16 moments and shards save memory. This
-# number is small, so that the temporary copies of an update take much less memory than is saved.
+# Number of elements that AdamW updates at a time, if moments are bfloat16 or sharded: small, so
+# that the temporary copies of an update take much less memory than is saved.
 UPDATE_CHUNK_ELEMENTS = 2**22
 # A function such as OneProcess.shard_like: (full tensor, parameter) -> this process's rows.
 ShardLikeFn = Callable[[Tensor, Tensor], Tensor]
 Groups = list[dict[str, Any]]
 # On a CPU, AdamW's kernel gets a multiple of this number of elements (see
-# `to_lane_padded_float32`). This number is a multiple of the number of floats that fit in a vector
-# register.
+# `to_lane_padded_float32`), itself a multiple of the floats that fit in a vector register.
 PADDING_MULTIPLE = 64
 
 
@@ -52,17 +51,16 @@ def make_optimizer(
     gains, and embeddings, which are tables of vectors. Parameters may be sharded over processes
     (DTensors).
 
-    `precision`: the dtype of the model's matmuls. `sharded`: the parameters are this process's
-    rows of sharded parameters, as plain tensors (the planner has no DTensors).
+    `precision`: the dtype of the model's matmuls. `sharded`: the parameters are this process's rows
+    of sharded parameters, as plain tensors (the planner has no DTensors).
     """
     muon, groups = settings.optimizer == "muon", make_param_groups(model, settings)
     moments = getattr(torch, settings.moments_dtype)
     unsharded = not (sharded or any(map(is_sharded, model.parameters())))
     if not muon and moments == torch.float32 and unsharded:
         return torch.optim.AdamW(groups, lr=settings.lr, betas=BETAS, eps=EPS, fused=True)
-    # Muon does many matmuls. bfloat16 has a third of the digits of float32, which is enough for
-    # these matmuls (Jordan, 2024). But some hardware only emulates bfloat16. So Muon's matmuls are
-    # in bfloat16 only if the model's matmuls are, and else in float32.
+    # For Muon's many matmuls bfloat16 suffices, with a third of the digits of float32 (Jordan,
+    # 2024). But some hardware only emulates it, so they follow the model's matmuls.
     products = torch.bfloat16 if precision == torch.bfloat16 else torch.float32
     lanes = PADDING_MULTIPLE if device.type == "cpu" else 1
     return LeanOptimizer(groups, settings.lr, lanes, moments, products)
@@ -71,8 +69,8 @@ def make_optimizer(
 def make_param_groups(model: MiniGPT, settings: Settings) -> Groups:
     """Return the optimizer's groups of parameters.
 
-    Weight decay pulls matrices and embeddings towards zero. Biases and LayerNorm gains get no
-    weight decay, because they have no reason to be small.
+    Weight decay pulls matrices and embeddings towards zero. Biases and LayerNorm gains get none,
+    because they have no reason to be small.
     """
     groups = defaultdict[tuple[str, bool], list[Tensor]](list)
     layers = [layer for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]
@@ -89,18 +87,18 @@ def make_param_groups(model: MiniGPT, settings: Settings) -> Groups:
 class LeanOptimizer(torch.optim.Optimizer):
     """AdamW and Muon, each for its own parameter groups, with moments in float32 or bfloat16.
 
-    Weights and arithmetic are in float32 (Muon's matmuls in `products`). Only the moments that are
+    Weights and arithmetic are in float32 (Muon's matmuls in `products`); only the moments that are
     stored between two steps are rounded to `moments`. A bfloat16 moment does not change if an
     update would change it by less than 2^-9 to 2^-8 of its value, depending on the value. AdamW's
-    update changes the second moment v by (1 - beta2) (g^2 - v), where g is the gradient. With
-    beta2 = 0.95, v stops changing only when v differs from g^2 by at most 4 to 8 % of v. This
-    error changes the weight's update by at most 4 %. (With beta2 = 0.999, v would stop changing
-    wherever g^2 is below three times v.)
+    update changes the second moment v by (1 - beta2) (g^2 - v), where g is the gradient. With beta2
+    = 0.95, v stops changing only when v differs from g^2 by at most 4 to 8 % of v, an error that
+    changes the weight's update by at most 4 %. (With beta2 = 0.999, v would stop changing wherever
+    g^2 is below three times v.)
 
-    A sharded parameter (a DTensor, sharded by rows) has sharded moments. The new weights of a
-    sharded parameter equal those of an unsharded parameter to the bit. With float32 moments they
-    also equal those of torch's AdamW to the bit, if the parameter fills whole vector registers of
-    the CPU (see `to_lane_padded_float32`).
+    A sharded parameter (a DTensor, sharded by rows) has sharded moments, and its new weights are
+    bitwise equal to those of an unsharded parameter. With float32 moments they are also bitwise
+    equal to those of torch's AdamW, if the parameter fills whole vector registers of the CPU (see
+    `to_lane_padded_float32`).
 
     Args:
         groups: parameter groups with "params", "weight_decay" and "rule".
@@ -111,7 +109,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         products: dtype of Muon's matmuls.
     """
 
-    # Tensor () float32 on the device. If it is 1, a step changes nothing. See `step_if_finite`.
+    # Tensor () float32 on the device. If it is 1, a step changes nothing: see `step_if_finite`.
     found_inf: Tensor | None = None
 
     def __init__(
@@ -136,10 +134,10 @@ class LeanOptimizer(torch.optim.Optimizer):
                 update()
 
     def updates_by_kind(self) -> dict[tuple, list[Callable[[], None]]]:
-        """Return the updates of a step, each of one parameter.
+        """Return the updates of a step, each of one parameter and independent of the others.
 
-        They are independent. Updates of one kind run the same operators on tensors of the same
-        shapes, so that the planner need not simulate each of them.
+        Updates of one kind run the same operators on tensors of the same shapes, so that the
+        planner need not simulate each of them.
         """
         updates = defaultdict[tuple, list[Callable[[], None]]](list)
         for group in self.param_groups:
@@ -156,15 +154,13 @@ class LeanOptimizer(torch.optim.Optimizer):
         written = parameter, state["exp_avg"], state["exp_avg_sq"]
         weight, *moments = (local_tensor(tensor).view(-1) for tensor in written)
         rows, step = (weight, local_tensor(gradient).reshape(-1), *moments), state["step"].clone()
-        # Each call of the kernel adds 1 to the step count. So reset the count before each piece.
+        # Each call of the kernel adds 1 to the step count, which is reset before each piece.
         for pieces in zip(*(row.split(UPDATE_CHUNK_ELEMENTS) for row in rows), strict=True):
             self.adamw_piece(pieces, state["step"].copy_(step), group)
 
     def adamw_piece(self, pieces: tuple[Tensor, ...], step: Tensor, group: dict[str, Any]) -> None:
         """Run torch's AdamW kernel on float32 copies of 1-D pieces: weight, gradient, two moments.
-
-        The copies are freed when this method returns, before the copies of the next piece are made.
-        """
+        The copies are freed on return, before the copies of the next piece are made."""
         copies = [to_lane_padded_float32(piece, self.lanes) for piece in pieces]
         weights, gradients, first, second = ([copy] for copy in copies)
         adamw(
@@ -179,16 +175,16 @@ class LeanOptimizer(torch.optim.Optimizer):
     def muon(self, matrix: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         """Update a matrix (A, B) with Muon, as torch.optim.Muon does.
 
-        The root mean square of an update's elements is 0.2, which is about that of AdamW's updates.
-        So both rules use the same learning rate and the same weight decay (Liu et al., 2025, arXiv
+        The root mean square of an update's elements is 0.2, about that of AdamW's updates, so that
+        both rules use the same learning rate and the same weight decay (Liu et al., 2025, arXiv
         2502.16982, section 2.2). If the matrix is sharded, all but the orthogonalization is about
         this process's rows.
         """
         stored = local_tensor(self.state[matrix]["momentum_buffer"])
         weight, gradient, momentum = local_tensor(matrix), local_tensor(gradient), stored.float()
-        # Do not use lerp. It rounds once or twice, depending on an element's place in a vector
-        # register of the CPU. In a shard an element has another place, so its result would differ.
-        # The separate operations below round once each.
+        # Not lerp, which rounds once or twice depending on an element's place in a vector register
+        # of the CPU. In a shard an element has another place, so its result would differ. The
+        # separate operations below round once each.
         change = momentum - gradient
         momentum -= self.zeros_if_skipped(change.mul_(1 - MOMENTUM))
         stored.copy_(momentum)
@@ -200,10 +196,8 @@ class LeanOptimizer(torch.optim.Optimizer):
         weight.sub_(self.zeros_if_skipped(change))
 
     def zeros_if_skipped(self, change: Tensor) -> Tensor:
-        """Return `change`, or zeros if this step is skipped.
-
-        The device reads `found_inf` and decides, so Python does not wait for the device.
-        """
+        """Return `change`, or zeros if this step is skipped. The device reads `found_inf` and
+        decides, so that Python does not wait for it."""
         return change if self.found_inf is None else change.masked_fill_(self.found_inf.bool(), 0)
 
 
@@ -231,8 +225,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     size in every direction of the momentum.
 
     The approximation comes from Newton-Schulz iterations, which use matrix products only (Jordan,
-    2024). torch.optim.Muon also does these iterations, but in bfloat16, which some devices only
-    emulate.
+    2024). torch.optim.Muon does them in bfloat16, which some devices only emulate.
     """
     a, b, c = NS_COEFFICIENTS
     x = matrix if matrix.size(0) <= matrix.size(1) else matrix.mT  # now A <= B
@@ -246,27 +239,25 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 def to_lane_padded_float32(piece: Tensor, lanes: int) -> Tensor:
     """Return a float32 copy of the 1-D `piece`, padded with zeros to a multiple of `lanes`
-    elements. If `piece` is in float32 and needs no padding, return `piece` itself.
+    elements; `piece` itself if it is in float32 and needs no padding.
 
     On a CPU the kernel computes the last elements, which do not fill a vector register, with other
-    instructions. These instructions round differently. In a shard other elements are the last ones,
-    so without padding a shard's results would differ. A GPU's kernel has no such elements, and each
-    copy would cost one more kernel launch. So `lanes` is 1 on a GPU.
+    instructions, which round differently. In a shard other elements are the last ones, so without
+    padding its results would differ. A GPU's kernel has no such elements, and each copy would cost
+    one more kernel launch, so `lanes` is 1 there.
     """
     copy, missing = piece.float(), -piece.numel() % lanes
     return F.pad(copy, (0, missing)) if missing else copy
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a DTensor.
-
-    This function does not import DTensor, because that import takes half a second.
-    """
+    """Return whether `tensor` is a DTensor, without the import of DTensor, which takes half a
+    second."""
     return hasattr(tensor, "to_local")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this process's rows of a DTensor. Return any other tensor unchanged."""
+    """Return this process's rows of a DTensor, and any other tensor unchanged."""
     return getattr(tensor, "to_local", lambda: tensor)()
 
 
@@ -283,18 +274,18 @@ def initial_param_state(
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Tensor:
-    """Do one step of the optimizer, but change no bit if the scalar `grad_norm` is not finite.
+    """Do one step of the optimizer, without effect if the scalar `grad_norm` is not finite.
 
     `grad_norm` is the norm of all gradients. Return `grad_norm`, on MPS as a tensor on the CPU.
 
-    The fused kernel reads the number `found_inf` on the device. If `found_inf` is 1, the kernel
-    leaves weights, moments and step count unchanged. LeanOptimizer's Muon does so, too. torch has
+    The fused kernel reads the number `found_inf` on the device: if it is 1, the kernel leaves
+    weights, moments and step count unchanged, and so does LeanOptimizer's Muon. torch has
     `found_inf` for GradScaler.step, which sets it to 1 if a gradient is not finite. Here the norm
     decides, because the norm can overflow although each gradient is finite.
 
-    On MPS, Python decides, because MPS's kernel ignored `found_inf` before pytorch#186360 (June
-    2026). So Python has to wait for the norm. The returned norm is on the CPU, so that the caller
-    need not wait a second time.
+    On MPS, Python decides and has to wait for the norm, because MPS's kernel ignored `found_inf`
+    before pytorch#186360 (June 2026). The returned norm is on the CPU, so that the caller need not
+    wait a second time.
     """
     if grad_norm.device.type != "mps":
         optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
@@ -310,9 +301,9 @@ def restore_optimizer(
 ) -> None:
     """Copy the moments of a saved state dict into `optimizer`, in the optimizer's own dtype.
 
-    The moments come from the snapshot. The settings (weight decay, fused or not) stay those of this
-    run. torch's load_state_dict is not used, because it would also load the settings, and would
-    round all state to the dtype of the weights.
+    The moments come from the snapshot; the settings (weight decay, fused or not) stay those of this
+    run. torch's load_state_dict would also load the settings, and would round all state to the
+    dtype of the weights.
 
     Args:
         saved: state dict of an optimizer, with full tensors.

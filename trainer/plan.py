@@ -42,9 +42,8 @@ from .settings import Rule, Settings, names_with
 P = TypeVar("P", bound="StepPlan")
 OFFLOAD_POLICY = "full+offload"
 POLICY_FLAG = "use_activation_checkpoint"
-# After memory ran out, torchrun may start the run again. Then the new policy should have a
-# predicted peak of at most this share of the failed policy's predicted peak. A restart takes long,
-# so the first policy after a restart should already fit.
+# After memory ran out, torchrun may start the run again, with a policy whose predicted peak is at
+# most this share of the failed policy's, so that the first restart, which takes long, suffices.
 RESTART_SHARE_OF_FAILED_PEAK = 0.75
 
 
@@ -96,7 +95,7 @@ def make_planner(
         device_type=device.type,
         accumulates_gradients=n > 1 and not (sharded and in_tree),
         layout=layout,
-        # Besides `.grad`, log2(n) sums are pending. The `.grad` of a whole weight is one of them.
+        # log2(n) partial sums are alive; for unsharded weights `.grad` holds one of them.
         n_pending_sums=in_tree * max(0, n.bit_length() - 1 - (not sharded)),
         gradient_copies=copies,
         gather_in_bfloat16=sharded and settings.gather_dtype == "bfloat16",
@@ -176,8 +175,8 @@ class StepPlan:
         """Yield the plans that a run may switch to when memory runs out.
 
         Each needs less memory than this plan and all plans before it. They have the fastest
-        policies for their peaks, the fastest first, then nested groups. On CUDA full+offload comes
-        last, with which saved tensors wait in CPU memory. Raises PlanError.
+        policies for their peaks, the fastest first, and then nested groups. On CUDA full+offload
+        comes last, with which saved tensors wait in CPU memory. Raises PlanError.
         """
         steps = simulate_policies_fastest_first(self.planner, self.settings.batch_size, self.card)
         names = [
@@ -196,9 +195,9 @@ def plans_to_try(plans: Iterable[P], share: float = 1.0) -> Iterator[P]:
     """Yield the plans to try after the first of `plans` did not fit, in this order.
 
     `plans`: a plan and its `deeper` plans. The limit is the peak of the first plan times `share`,
-    less the margin of a MemoryBudget. The result begins with the fastest plan whose peak is within
-    this limit. If no peak is within the limit, it begins with the plan that needs the least memory.
-    full+offload comes last in any case. If no plan needs less memory than the first, there is none.
+    minus the margin of a MemoryBudget. The result begins with the fastest plan whose peak is within
+    this limit, or else with the plan that needs the least memory; full+offload comes last in any
+    case. If no plan needs less memory than the first, there is none.
     """
     deeper = iter(plans)
     failed = next(deeper)
@@ -248,8 +247,8 @@ def plan_run(
     `auto`, if no policy fits, and with exit code 4 if the step needs more memory than the device
     has in total.
     """
-    # All processes rank policies by the card of rank 0. If all processes must have the same policy,
-    # the plan is for the smallest of their budgets.
+    # All processes rank policies by the card of rank 0. If all must have the same policy, the plan
+    # is for the smallest of their budgets.
     layout, device = process.layout, process.device
     card = process.from_rank0(lambda: card_for(settings, device))
     here = layout.local_world_size
@@ -291,18 +290,16 @@ def plan_on_this_rank(plan: StepPlan, process: OneProcess) -> tuple[str, list[St
         words += describe_peaks(plan) + warnings_about(plan, process)
     except PlanError as error:
         return plan.policy, [], f"{words}the peak could not be predicted: {error}"
-    # To plan what is deeper takes longer than all else here. A run that is far from the limit does
-    # it if memory runs out all the same (run.switch_policy). One of several processes
-    # never switches.
+    # Planning the deeper policies takes longer than all else here. A run that is far from the limit
+    # does it only if memory runs out all the same (run.switch_policy), and one of several processes
+    # never, because it never switches.
     may_switch = plan.layout.kind == "one" and plan.peak > plan.bytes_within_margin // 4
     return plan.policy, [plan, *(plan.deeper() if may_switch else ())], words
 
 
 def choose_fitting_policy(plan: StepPlan) -> StepPlan:
-    """Return the plan with the policy that `auto` chooses.
-
-    Raises MiniGPTError if no policy fits, or if the free memory is unknown.
-    """
+    """Return the plan with the policy that `auto` chooses. Raises MiniGPTError if no policy fits,
+    or if the free memory is unknown."""
     budget = plan.memory_budget
     if budget.limit_bytes is None:
         raise MiniGPTError("--memory-budget: this system does not report its free memory")

@@ -1,10 +1,10 @@
 """Load trained weights, for --init-from and for tools. The source is a MiniGPT snapshot, or a
 folder with a GPT-2 in the format of Hugging Face's transformers.
 
-MiniGPT has the same tensors as GPT-2. Only the names of the tensors differ, and the matrices of the
-blocks are transposed, because transformers uses TensorFlow's layout ("Conv1D"). A variant of GPT-2
-that MiniGPT cannot compute is rejected (see `SUPPORTED_GPT2_SETTINGS`). To read a folder, the
-package safetensors is needed, but not transformers.
+MiniGPT has the same tensors as GPT-2 under other names, and with the matrices of the blocks
+transposed, because transformers uses TensorFlow's layout ("Conv1D"). A variant of GPT-2 that
+MiniGPT cannot compute is rejected (see `SUPPORTED_GPT2_SETTINGS`). To read a folder, the package
+safetensors is needed, but not transformers.
 """
 
 import json
@@ -31,8 +31,8 @@ from .snapshot import LoadedSnapshot, SnapshotError, check_shapes, read_snapshot
 
 # ---- a transformers folder
 
-# (name of a size in config.json, its name in MiniGPT, its default). The defaults are GPT-2's. (A
-# default of None for n_inner means 4 x n_embd.)
+# (name of a size in config.json, its name in MiniGPT, its default, which is GPT-2's). A default of
+# None for n_inner means 4 x n_embd.
 CONFIG_JSON_SIZES = [
     ("vocab_size", "vocab_size", 50257),
     ("n_positions", "max_position_embeddings", 1024),
@@ -41,8 +41,8 @@ CONFIG_JSON_SIZES = [
     ("n_embd", "d_model", 768),
     ("n_inner", "d_ff", None),
 ]
-# Setting in config.json -> the values with which transformers' GPT-2 computes the same as MiniGPT.
-# The first value is the default.
+# Setting in config.json -> the values with which transformers' GPT-2 computes the same as MiniGPT,
+# the default first.
 SUPPORTED_GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -94,8 +94,8 @@ def read_config(folder: Path) -> MiniGPTConfig:
 
 
 def import_safetensors() -> ModuleType:
-    """Import and return the package safetensors. Raises DataError if the package is missing; the
-    message says how to install it."""
+    """Import and return the package safetensors. Raises DataError with the way to install it if it
+    is missing."""
     try:
         import safetensors.torch
     except ImportError:
@@ -174,7 +174,7 @@ def open_pretrained(path: Path) -> Pretrained:
     check_shapes(path, weights, model.state_dict())
     if not all(weight.isfinite().all() for weight in weights.values()):
         raise SnapshotError(f"{path} holds NaN or infinite weights: take others")
-    # Add the weights' bits as integers: such a sum does not depend on the order.
+    # The weights' bits are added as integers, because such a sum does not depend on the order.
     ints = torch.int32
     checksum = sum(int(w.float().view(ints).sum(dtype=torch.int64)) for w in weights.values())
     return Pretrained(path, config, tokenizer, weights, checksum)

@@ -61,10 +61,8 @@ class OneProcess:
         return self.layout.local_world_size if self.device.type == "cpu" else 1
 
     def init_process_group(self) -> None:
-        """Connect to the other processes. Call this after the flags of this process are checked.
-
-        Raises MiniGPTError if the other processes cannot be reached, or if a flag does not work
-        with several processes.
+        """Connect to the other processes, after the flags of this process are checked. Raises
+        MiniGPTError if they cannot be reached, or if a flag does not work with several processes.
         """
 
     def make_model(self, config: MiniGPTConfig) -> MemorySavingGPT:
@@ -74,16 +72,15 @@ class OneProcess:
     def allocate_parameters(self, model: MiniGPT) -> None:
         """Allocate the memory of parameters on device "meta" (where tensors have only shapes).
 
-        Their values are undefined until other code fills them in. Other parameters keep theirs.
+        Their values are undefined until `allocate_and_fill` (build.py) or a resume fills them in.
+        Other parameters keep theirs.
         """
         device = self.device
         model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
 
     def shard_like(self, whole: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's rows of the tensor `whole`, sharded like the parameter `like`.
-
-        A single process has all rows, so it returns `whole` itself.
-        """
+        """Return this rank's rows of the tensor `whole`, sharded like the parameter `like`: all
+        rows, and thus `whole` itself, in a single process."""
         return whole
 
     def wrap(self, model: MiniGPT, settings: Settings) -> nn.Module:
@@ -121,8 +118,8 @@ class OneProcess:
     def grad_norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the L2 norm of all elements of all gradients, (), in float64 (on MPS float32).
 
-        First compute the norm of each row in float32, then the norm of all these norms in float64.
-        So the result, rounded to float32, depends neither on the order of the rows nor on sharding.
+        The norm of each row is in float32, and the norm of all these norms in float64, so that the
+        result, rounded to float32, depends neither on the order of the rows nor on sharding.
         """
         wide = torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
         norms = torch.linalg.vector_norm
@@ -174,7 +171,7 @@ class OneProcess:
     def full_state_dicts(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state dicts of model and optimizer, with whole tensors, for a snapshot.
 
-        All processes must call this together. Rank 0 writes the result to a file. On other ranks
+        All processes must call this together. Rank 0 writes the result to a file; on other ranks
         the tensors may be None.
         """
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -182,8 +179,8 @@ class OneProcess:
     def print0(self, line: str) -> None:
         """Print a line on rank 0 only, above the progress bar."""
         # Printing fails if the program that reads the output has ended (`| head -3`), or if the
-        # disk with the log is full. This should not end hours of training, so the run continues
-        # without output. metrics.jsonl has all figures, and snapshots are still written.
+        # disk with the log is full. That should not end hours of training: metrics.jsonl has all
+        # figures, and snapshots are still written.
         if self.rank == 0:
             with suppress(OSError):
                 tqdm.write(line)

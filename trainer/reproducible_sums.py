@@ -7,12 +7,13 @@ gradients g of a step's micro-batches, in the order of their ids, are summed in 
 
     ((g0 + g1) + (g2 + g3)) + ((g4 + g5) + (g6 + g7))
 
-The number of micro-batches of a process and the number of processes are powers of two. So each
+The number of micro-batches of a process and the number of processes are powers of two, so that each
 process can compute one subtree: of 4 processes, rank 0 computes g0 + g1, and rank 1 g2 + g3. The
 processes' sums are then added in the upper levels of the same tree.
 
-With train_fsdp.py rank r computes g_r and g_(4 + r) instead. The processes' gradients are summed
-after each micro-batch, in the lower levels of the tree. So every pending sum is a shard.
+With train_fsdp.py rank r computes g_r and g_(4 + r) instead, and the processes' gradients are
+summed after each micro-batch, in the lower levels of the tree, so that every pending sum is a
+shard.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,8 +32,8 @@ HookState = tuple["dist.ProcessGroup | None", "torch.cuda.Stream | None"]
 class GradientTree:
     """Sum the gradients of this process's micro-batches of a step pairwise, in `.grad`.
 
-    Each gradient is taken out of `.grad` as soon as backward has made it. As in a binary counter,
-    a parameter has at most one pending sum of each level of the tree, so at most log2(n).
+    Each gradient is taken out of `.grad` as soon as backward has made it. As in a binary counter, a
+    parameter has at most one pending sum of each level of the tree, so at most log2(n).
 
     Args:
         parameters: parameters whose gradients are summed; (): autograd sums all gradients.
@@ -81,10 +82,8 @@ def pairwise_sum(rows: Tensor) -> Tensor:
 
 
 def pairwise_all_reduce(x: Tensor, group: "dist.ProcessGroup | None") -> None:
-    """Replace x (n,) by its sum over all ranks of `group`.
-
-    Each rank sums one piece of x. So it sends as many bytes as in a ring all-reduce.
-    """
+    """Replace x (n,) by its sum over all ranks of `group`. Each rank sums one piece of x, and sends
+    as many bytes as in a ring all-reduce."""
     sizes = [len(piece) for piece in x.tensor_split(dist.get_world_size(group))]
     own_sizes = [sizes[dist.get_rank(group)]] * len(sizes)
     rows = x.new_empty(len(sizes), own_sizes[0])  # this rank's piece, from every rank
@@ -96,8 +95,8 @@ def pairwise_all_reduce(x: Tensor, group: "dist.ProcessGroup | None") -> None:
 def pairwise_all_reduce_hook(state: HookState, bucket: "dist.GradBucket") -> Future[Tensor]:
     """Sum a bucket of gradients over all ranks: a communication hook of DistributedDataParallel.
 
-    On a GPU this runs in a stream of its own, beside backward. DDP waits for the future, and so for
-    the stream, when backward ends.
+    On a GPU this runs in a stream of its own, beside backward, at whose end DDP waits for the
+    future, and so for the stream.
     """
     (group, stream), buffer = state, bucket.buffer()
     future: Future[Tensor] = Future(devices=cast(Any, [buffer.device] if stream else []))

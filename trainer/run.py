@@ -31,10 +31,10 @@ from .snapshot import State, save_snapshot
 
 
 def make_scaler(device: torch.device, precision: torch.dtype) -> torch.amp.GradScaler:
-    """Return the loss scaler of a run, which does something with float16 only."""
+    """Return the loss scaler of a run, which acts with float16 only."""
     scaler = torch.amp.GradScaler(device.type, enabled=precision == torch.float16)
-    # The scaler allocates its tensors when it is first used. Use it now, because in a step this
-    # allocation could run out of memory.
+    # The scaler allocates its tensors when it is first used, which in a step could run out of
+    # memory.
     scaler.scale(torch.zeros((), device=device))
     return scaler
 
@@ -63,8 +63,7 @@ class Run:
     metric_writers: list[Write] = field(default_factory=list)
     step: int = 0  # number of finished steps; during a step, the number of this step
     saved_step: int = 0  # step of the snapshot at --checkpoint-path; 0: this run has not saved
-    # Time of the last save, in seconds of `time.monotonic`. Before the first save: time of the
-    # start.
+    # Time of the last save, or of the start, in seconds of `time.monotonic`.
     last_save_time: float = field(default_factory=lambda: monotonic())
     received_signal: int = 0  # number of the signal that asked this process to stop, 0 = none
     stop_signal: int = 0  # number of the signal that ended the run early, 0 = none
@@ -76,11 +75,9 @@ class Run:
     # Losses of the last 50 steps, each (A,) on the device; A = --grad-accum-steps. At its end the
     # run prints their mean, because the loss of one step is noisy.
     recent_losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=50))
-    # Time of the last log line, in seconds of `time.perf_counter`. Before the first log line: time
-    # of the setup.
+    # Time of the last log line, or of the setup, in seconds of `time.perf_counter`.
     last_log_time: float = field(default_factory=lambda: time.perf_counter())
-    # Policies with which memory ran out. After each of them, the step was repeated with a deeper
-    # policy (one that needs less memory).
+    # Policies with which memory ran out; the step was repeated with a policy that needs less.
     policies_out_of_memory: list[str] = field(default_factory=list)
 
     @cached_property
@@ -100,12 +97,11 @@ class Run:
         return self.settings.grad_accum_steps * self.process.layout.replicas
 
     def autocast(self) -> torch.autocast:
-        """Return a context in which matmuls run in the chosen precision. LayerNorm, softmax and
-        loss stay in float32.
+        """Return a context in which matmuls run in the chosen precision, while LayerNorm, softmax
+        and loss stay in float32.
 
         autocast's weight cache is off. It would keep a low-precision copy of every weight until the
-        end of forward, so that a second use of the weight needs no second cast. But this model
-        casts no weight twice in a forward.
+        end of forward, for a second use of the weight, but no weight is cast twice in a forward.
         """
         enabled = self.precision != torch.float32
         dtype = self.precision if enabled else None  # autocast does not accept float32
@@ -116,9 +112,9 @@ class Run:
         """Yield the number of the first batch of each round of an evaluation. In a round each
         replica evaluates one batch.
 
-        An evaluation may take longer than the 30 s after which torchrun kills its processes. So
-        before each round all processes learn whether one of them received a signal to stop, and
-        then end in the same round, because a sharded model needs all processes.
+        An evaluation may take longer than the 30 s after which torchrun kills its processes. Before
+        each round, therefore, all processes learn whether one of them received a signal to stop.
+        They end in the same round, because a sharded model needs all processes.
         """
         for first in range(0, len(self.val_batches), self.process.layout.replicas):
             (self.stop_signal,) = self.process.all_reduce_max([self.received_signal])
@@ -130,8 +126,8 @@ class Run:
 def save(run: Run, path: Path) -> None:
     """Write a snapshot of the run to `path`.
 
-    All processes must call this together. Rank 0 writes and the others wait: where one process of
-    torchrun ends, the others are ended, too. Raises SaveError if the snapshot cannot be written.
+    All processes must call this together. Rank 0 writes and the others wait, because torchrun ends
+    all processes when one ends. Raises SaveError if the snapshot cannot be written.
     """
     newest = path == run.settings.checkpoint_path
     full_state = run.process.full_state_dicts(run.model, run.optimizer)
@@ -154,23 +150,22 @@ def is_save_overdue(run: Run) -> bool:
 
 # ---- If memory runs out in forward or backward, repeat both.
 #
-# Before the update, a step changes only the gradients. A step's data and dropout masks are
-# functions of (seed, id of the micro-batch), and no policy changes a bit of the result. So forward
-# and backward can be discarded and repeated with a deeper policy (one that needs less memory). The
-# run ends with the same weights as a run that had the deeper policy, or enough memory, from the
-# start.
+# Before the update, a step changes only the gradients. Its data and dropout masks are functions of
+# (seed, id of the micro-batch), and all policies give bitwise equal results, so that forward and
+# backward can be discarded and repeated with a policy that needs less memory. The run ends with the
+# same weights as a run that had this policy, or enough memory, from the start.
 #
 # One of several processes cannot repeat its part, because it has already exchanged tensors with the
-# others. So the run ends. If torchrun starts it again, all processes begin with a deeper policy.
+# others, so the run ends. If torchrun starts it again, all processes begin with a policy that needs
+# less memory.
 
 
 def retry_on_out_of_memory(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]:
-    """Call `accumulate(run)`, which runs forward and backward of a step. Return its result, the
-    losses.
+    """Call `accumulate(run)`, which runs forward and backward of a step, and return its losses.
 
     When memory runs out, call `accumulate` again with a policy that needs less memory, as often as
-    necessary. Raises MemoryError if no policy needs less memory. Raises the allocator's error with
-    several processes, or with --on-out-of-memory stop.
+    necessary. Raises MemoryError if no policy needs less memory, and the allocator's error with
+    several processes or with --on-out-of-memory stop.
     """
     while True:
         try:
@@ -182,9 +177,8 @@ def retry_on_out_of_memory(run: Run, accumulate: Callable[[Run], list[Tensor]]) 
                 # If torchrun starts the processes again, `plan_on_this_rank` reads this.
                 run.process.remember_failed_policy(run.model.config.recompute)
                 raise
-        # Call these after the `except` block. Inside the block, the error's traceback would keep
-        # the frames of the failed call alive, and the frames would keep all tensors of the step
-        # alive.
+        # (After the `except` block, in which the error's traceback would keep the frames of the
+        # failed call alive, and with them all tensors of the step.)
         free_failed_attempt(run)
         with run.clock.paused("plan"):
             switch_policy(run)
@@ -194,13 +188,13 @@ def free_failed_attempt(run: Run) -> None:
     """Free the memory of a forward or backward that failed."""
     device = run.process.device
     run.optimizer.zero_grad()
-    # A backward that failed leaves tasks in autograd's queue, and the tasks keep the graph
-    # alive (pytorch#82218). The next backward clears the queue. So run a tiny backward here.
+    # A backward that failed leaves tasks in autograd's queue, which keep the graph alive
+    # (pytorch#82218) until the next backward clears the queue.
     torch.zeros((), device=device, requires_grad=True).backward()
     if device.type == "cuda":
-        # With offload, another stream may still be copying tensors that are already freed. The
-        # allocator waits only for the compute stream before it unmaps their memory. So wait for
-        # all streams here.
+        # With offload, another stream may still be copying tensors that are already freed. Wait for
+        # all streams, because the allocator waits only for the compute stream before it unmaps
+        # their memory.
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)  # measure the next policy from here on
         # Return the allocator's cached segments to the GPU, because tensors of the failed attempt
@@ -222,8 +216,8 @@ def switch_policy(run: Run) -> None:
         raise MemoryError("no policy can be planned") from None
     for plan in plans:
         run.model.config = replace(failed, recompute=plan.policy)
-        # If a user changed model.py, some policies may give wrong results. For such a policy
-        # `check_model` raises MiniGPTError. Then try the next policy.
+        # If a user changed model.py, some policies may give wrong results: `check_model` raises
+        # MiniGPTError, and the next policy is tried.
         with suppress(MiniGPTError):
             check_model(run.model, run.process, run.precision)
             break
@@ -254,9 +248,9 @@ OUT_OF_MEMORY_PATTERN = re.compile(
 def is_out_of_memory(error: Exception) -> bool:
     """Return True if `error` means that memory ran out.
 
-    PyTorch's GPU allocator raises torch.OutOfMemoryError. All other allocators raise general
-    errors, and only the message says that memory ran out. cuBLAS, cuDNN and NCCL allocate their own
-    buffers. If such an allocation fails, the GPU's memory is full, too, and the same flags help.
+    PyTorch's GPU allocator raises torch.OutOfMemoryError. All other allocators raise general errors
+    whose message alone says that memory ran out. This includes cuBLAS, cuDNN and NCCL, which
+    allocate their own buffers: if that fails, the GPU's memory is full, and the same flags help.
     """
     if isinstance(error, ValueError):  # a mistake of the user; a file may have any name
         return False

@@ -2,9 +2,8 @@
 
 A field of `Settings` is a flag. Its row holds the default, how the text is read, the help, and its
 rules: may the flag change at --resume, may it differ between ranks. A new flag is a row here, the
-line that uses the value, and a line in docs/flags.md.
-
-Settings are frozen: `resolve` and `replace` return new ones.
+line that uses the value, and a line in docs/flags.md. Settings are frozen: `resolve` and `replace`
+return new ones.
 """
 
 import argparse
@@ -105,7 +104,8 @@ POSITIVE, POSITIVE_OR_ZERO = number_in_range(float, 0, open=True), number_in_ran
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The values of all flags of a trainer, and which of them were typed.
+    """The values of all flags of a trainer, and which of them were typed. (`dropout` is 0.0 here,
+    but 0.1 in MiniGPTConfig.)
 
     `resolve` fills in the defaults that depend on other flags, which are None before.
     """
@@ -361,7 +361,7 @@ class Settings:
         return self.batch_size * self.seq_len * self.grad_accum_steps * replicas
 
 
-# The first of several flags that differ is blamed. So flags without a default of their own, which
+# The first of several flags that differ is blamed, so flags without a default of their own, which
 # may follow from another flag, are last.
 ROWS: dict[str, Mapping[str, Any]] = {
     row.name: row.metadata
@@ -376,8 +376,8 @@ def names_with(rule: Rule) -> list[str]:
 
 
 def to_words(flags: Mapping[str, Any]) -> list[str]:
-    """Return `flags`, such as {"n_layers": 3}, as command-line words. Leave out a flag whose value
-    is None, and a name that is no flag of the trainers."""
+    """Return `flags`, such as {"n_layers": 3}, as command-line words, without flags whose value is
+    None and names that are no flags of the trainers."""
     words = list[str]()
     for name, value in flags.items():
         if value is None or name not in ROWS:

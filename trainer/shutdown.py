@@ -27,12 +27,13 @@ def stop_signals(run: Run) -> Iterator[None]:
     once.
 
     A signal may come anywhere in a step, so the handler only sets `run.received_signal`, which the
-    loop reads at the end of the step. The handler also prints a line, because the step may take
-    long. A signal that this process ignored before stays ignored, for example SIGHUP under `nohup`.
+    loop reads at the end of the step, and prints a line, because the step may take long. A signal
+    that this process ignored before stays ignored, for example SIGHUP under `nohup`.
 
     torchrun passes the signals that it gets on to its processes, which may have got them already
-    from a terminal or a cluster. So with torchrun a second Ctrl-C asks, too, and after the run the
-    handler stays: a copy of a signal must not end the process between its last step and its end.
+    from a terminal or a cluster. With torchrun, therefore, a second Ctrl-C asks, too, and the
+    handler stays after the run: a copy of a signal must not end the process between its last step
+    and its end.
     """
     with_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -62,9 +63,9 @@ def nan_grads_if_infinite(loss: Tensor) -> Tensor:
     """Return the scalar `loss` unchanged if it is finite; else return a loss whose gradients are
     all NaN.
 
-    An infinite loss can have finite gradients (if the logit of the right token is -inf). Then the
-    norm of the gradients would also be finite, and the update would not be skipped. So the loss is
-    multiplied by the factor loss * 0 + 1. The factor is exactly 1 if the loss is finite, else NaN.
+    An infinite loss can have finite gradients (if the logit of the right token is -inf), whose norm
+    would be finite, too, and the update would not be skipped. The loss is therefore multiplied by
+    loss * 0 + 1, which is exactly 1 if the loss is finite, else NaN.
     """
     return loss * (loss.detach() * 0 + 1)
 
@@ -84,10 +85,9 @@ def check_skipped_updates(run: Run) -> int:
     in a row; with float16, after 20.
 
     The limit is not 1, because a single bad batch is no reason to stop. With float16 some skips are
-    normal: GradScaler searches for the largest loss scale without overflow, so there is an overflow
-    now and then. GradScaler halves the scale after each overflow. 16 halvings reduce its first
-    scale, 65,536, to 1. So more than 16 skips in a row have a cause other than a scale that is too
-    large.
+    normal: GradScaler searches for the largest loss scale without overflow, and halves the scale
+    after each overflow. Since 16 halvings reduce its first scale, 65,536, to 1, more than 16 skips
+    in a row have another cause than a scale that is too large.
     """
     in_a_row, skipped, run.skipped_updates = int(run.skipped_in_a_row), int(run.skipped_updates), 0
     limit, advice, scale = 3, f"a lower --lr than {run.settings.lr:.2g}", ""

@@ -1,18 +1,17 @@
-"""Save and load snapshots. A snapshot is one file that contains everything that a run needs to
-resume.
+"""Save and load snapshots. A snapshot is one file with everything that a run needs to resume.
 
 A run never overwrites the files of another run. Before it writes anything, it checks its path
-(`check_path`) and locks it (`claim`). Then it renames the files that an older run left there
+(`check_path`) and locks it (`claim`), and then renames the files that an older run left there
 (`rename_older_run`).
 
-A snapshot is a dict of tensors and of Python's basic types. `torch.save` writes the dict.
-`torch.load` reads it with `weights_only=True`, so opening a file from another person never runs
-code in the file. A checksum of all bytes is at the end of the file. The newest snapshot is at
+A snapshot is a dict of tensors and of Python's basic types, which `torch.save` writes with a
+checksum of all bytes at the end of the file. `torch.load` reads it with `weights_only=True`, so
+that opening a file from another person never runs code in the file. The newest snapshot is at
 `--checkpoint-path`. Two more files beside it have the same stem: `.prev.pt` is the previous
 snapshot, and `.best.pt` is the one with the lowest validation loss.
 
 A step is evaluated and logged before the newest snapshot is saved. The key `run` holds the id of
-the run. A run that torchrun has restarted recognises its own snapshots by this id
+the run, by which a run that torchrun has restarted recognises its own snapshots
 (resume.load_own_run).
 
 A snapshot contains *no* random-number state and *no* position in the data. Both are functions of
@@ -71,11 +70,9 @@ def save_snapshot(path: Path, state: State, keep_previous: bool = False) -> None
     """Write `state` to `path` so that a crash at any moment leaves a complete snapshot.
 
     The old snapshot is never overwritten: if a process died while it overwrote the file, the run
-    would be lost. First the new file is written completely, under a temporary name, and forced to
-    the disk (fsync). Then an atomic rename gives the file its final name. With `keep_previous`, the
-    old file becomes `.prev.pt`.
-
-    Raises SaveError if the file cannot be written.
+    would be lost. The new file is first written completely, under a temporary name, and forced to
+    the disk (fsync); an atomic rename then gives it its final name. With `keep_previous`, the old
+    file becomes `.prev.pt`. Raises SaveError if the file cannot be written.
     """
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     with writing_atomically(path, sum(tensor.nbytes for tensor in tensors)) as temporary:
@@ -93,9 +90,9 @@ def checksum_line(file: BinaryIO, end: int) -> bytes:
     """Return the last bytes of a snapshot, CHECKSUM_LINE_BYTES many: the CRC-32 of its first `end`
     bytes. The position in the file is then `end`.
 
-    torch.load ignores bytes after the zip archive that torch.save writes. CRC-32 detects every
-    error within 32 bits in a row, and all but one in 2^32 of other errors. It is the fastest
-    checksum in Python's library.
+    torch.load ignores bytes after the zip archive that torch.save writes. CRC-32, the fastest
+    checksum in Python's library, detects every error within 32 bits in a row, and all but one in
+    2^32 of other errors.
     """
     checksum = file.seek(0)
     while chunk := file.read(min(2**20, end - file.tell())):
@@ -121,8 +118,7 @@ def run_of_snapshot(path: Path) -> str | None:
 
 @contextmanager
 def writing_atomically(path: Path, n_bytes: int) -> Iterator[Path]:
-    """Yield a temporary path to write to. At the end of the `with` block, rename that file to
-    `path`.
+    """Yield a temporary path to write to, which the end of the `with` block renames to `path`.
 
     After a failure the temporary file is deleted; what a killed process has left there is
     overwritten. (One name is enough, because `claim` locks the path for one run.) Raises SaveError
@@ -135,8 +131,7 @@ def writing_atomically(path: Path, n_bytes: int) -> Iterator[Path]:
     except BaseException as error:
         with suppress(OSError):  # the folder may be gone
             temporary.unlink(missing_ok=True)
-        # torch.save raises "unexpected pos ..." while it handles another error. That other error is
-        # the real reason.
+        # torch.save raises "unexpected pos ..." while it handles the error that is the real reason.
         reason = error if isinstance(error, OSError) else error.__context__
         if isinstance(reason, OSError):
             raise SaveError(describe_save_error(path, reason, n_bytes), exit_code=3) from None
@@ -158,11 +153,10 @@ def describe_save_error(path: Path, error: OSError, n_bytes: int) -> str:
 def read_snapshot(path: Path) -> State:
     """Check a snapshot file, map it into memory, and return its state.
 
-    The tensors are on the CPU. They are pages of the file, which all processes of a machine share,
-    so a process needs no memory of its own for them. The checksum is verified first, because
-    `torch.load` would accept a flipped bit in a weight.
-
-    Raises SnapshotError if the file is missing, damaged, or no snapshot of this trainer.
+    The tensors are on the CPU, as pages of the file that all processes of a machine share, so that
+    a process needs no memory of its own for them. The checksum is verified first, because
+    `torch.load` would accept a flipped bit in a weight. Raises SnapshotError if the file is
+    missing, damaged, or no snapshot of this trainer.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would wait for ever
         raise SnapshotError(f"{path} is no file")
@@ -191,8 +185,8 @@ class LoadedSnapshot:
 
 
 def check_shapes(path: Path, weights: State, model: State) -> None:
-    """Raise SnapshotError unless `weights` and `model` have the same names and shapes. All dtypes
-    of floats count as equal.
+    """Raise SnapshotError unless `weights` and `model` have the same names and shapes, and both
+    have floats of any dtype or the same other dtype.
 
     `weights`: state dict in a snapshot, or in a folder of GPT-2. `model`: state dict that model.py
     makes for the configuration in that file.
@@ -217,8 +211,7 @@ def check_shapes(path: Path, weights: State, model: State) -> None:
 
 def check_path(path: Path, resuming: bool) -> None:
     """Raise SnapshotError if a run may not use `path`: because something else than a snapshot is
-    there, or because its other files would belong to another run, too. This function writes
-    nothing."""
+    there, or because its other files would belong to another run, too. Writes nothing."""
     (twin,) = {sibling_path(path, ""), sibling_path(path, ".pt")} - {path}
     reason = ""
     if os.path.lexists(path) and not os.path.isfile(path):  # a folder, or a link to a lost disk
@@ -235,11 +228,9 @@ def check_path(path: Path, resuming: bool) -> None:
 
 def claim(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
     """Make the folder of `path`, and lock the files of a run that is about to write them. Return
-    the open lock file.
-
-    Keep the lock file open while the run lives. The kernel releases the lock when this process
-    ends. Windows and some network file systems have no such locks: two runs must not share a path
-    there.
+    the open lock file, to be kept open while the run lives: the kernel releases the lock when this
+    process ends. Windows and some network file systems have no such locks, so two runs must not
+    share a path there.
 
     Raises SnapshotError if the folder cannot be written (it is better to fail now than hours
     later), if another run has the lock, or if another run has saved since `resumed` was read.

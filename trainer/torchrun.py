@@ -25,9 +25,9 @@ from .flags import print_error
 from .process import OneProcess, T
 from .settings import Settings
 
-# Maximal time in seconds that processes wait for each other. While one process alone saves,
-# compiles or reads its data, the others wait for it, so the time must be long enough for that. The
-# environment variable MINIGPT_TIMEOUT_S overrides this value, for tests and for slow disks.
+# Maximal time in seconds that processes wait for each other, long enough for what one process does
+# alone: save, compile or read its data. The environment variable MINIGPT_TIMEOUT_S overrides it,
+# for tests and for slow disks.
 TIMEOUT_S = "1800"
 FAILED_POLICY = "minigpt/shortage"  # key in torchrun's store
 
@@ -39,10 +39,8 @@ class TorchrunProcess(OneProcess):
     launcher = ("torchrun", "...")  # "...": its own flags, which its processes do not see
 
     def __init__(self, settings: Settings):
-        """Read torchrun's environment variables, and choose the device.
-
-        Raises MiniGPTError if torchrun did not start this process, and that of `local_device`.
-        """
+        """Read torchrun's environment variables, and choose the device. Raises MiniGPTError if
+        torchrun did not start this process, and whatever `local_device` raises."""
         try:
             names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"
             numbers = [int(os.environ[name]) for name in names]
@@ -64,8 +62,8 @@ class TorchrunProcess(OneProcess):
         self.store: dist.Store | None = None
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             self.store = dist.TCPStore(address, port, is_master=False, timeout=self.timeout)
-            # The store keeps the id of the run. So all processes have the same id, even those that
-            # `torchrun --max-restarts` starts later. (resume.load_own_run uses the id.)
+            # The store keeps the id of the run, so that all processes have the same id, even those
+            # that `torchrun --max-restarts` starts later. (resume.load_own_run uses the id.)
             self.run_id = self.store.compare_set("minigpt/run", "", self.run_id).decode()
             self.failed_policy = self.store.compare_set(FAILED_POLICY, "", "").decode()
 
@@ -92,14 +90,14 @@ class TorchrunProcess(OneProcess):
     def init_process_group(self) -> None:
         """Connect the CPUs of all processes by gloo.
 
-        Python objects and decisions are sent through this group, so they need not wait for the
+        Python objects and decisions are sent through this group, so that they need not wait for the
         GPUs. `new_nccl_group` connects the GPUs later, after a check that all processes have the
         same settings. (Otherwise NCCL would wait half an hour for a process that found no GPU.)
         """
         options: dict[str, Any] = {"timeout": self.timeout}
         if self.store is not None:
-            # The store also has the addresses of processes that died (pytorch#135712). So the
-            # living processes store their addresses under a prefix that only they use.
+            # The store also has the addresses of processes that died (pytorch#135712), so the
+            # living processes store theirs under a prefix that only they use.
             size = self.layout.world_size
             key = agree_on_key(self.store, self.rank, size, self.timeout)
             store = dist.PrefixStore(key, self.store)
@@ -117,10 +115,8 @@ class TorchrunProcess(OneProcess):
         return gathered
 
     def new_nccl_group(self) -> "dist.ProcessGroup | None":
-        """Return a new NCCL group of all processes' GPUs, or None: use the default gloo group.
-
-        All processes must call this together.
-        """
+        """Return a new NCCL group of all processes' GPUs, or None: use the default gloo group. All
+        processes must call this together."""
         if self.device.type == "cpu" or not dist.is_nccl_available():
             return None  # (Windows has no NCCL; gloo can send a GPU's tensors, too)
         return dist.new_group(backend="nccl", timeout=self.timeout, device_id=self.device)
@@ -130,11 +126,11 @@ def agree_on_key(store: "dist.Store", rank: int, world_size: int, timeout: timed
     """Return a key that all processes of this attempt agree on, and that no earlier attempt used.
 
     A new attempt begins each time torchrun starts the processes again. Each process writes a random
-    key over the key of the same rank in the attempt before. Then it repeatedly reads the keys of
-    all ranks, and writes the hash of them. A hash that includes this process's new key must come
-    from a living process. So when the hashes of all ranks are equal, all processes are alive and
-    agree, and the hash is the result. (torchrun also counts attempts, but its counts can differ
-    between machines.)
+    key over the key of the same rank in the attempt before, and then repeatedly reads the keys of
+    all ranks and writes the hash of them. A hash that includes this process's new key must come
+    from a living process, so when the hashes of all ranks are equal, all processes are alive and
+    agree on the hash, which is the result. (torchrun also counts attempts, but its counts can
+    differ between machines.)
 
     Raises TimeoutError if the processes do not agree within `timeout`.
     """
@@ -153,10 +149,10 @@ def agree_on_key(store: "dist.Store", rank: int, world_size: int, timeout: timed
 def print_error_once(message: object, peer_failed: bool = False) -> None:
     """Print an error line once per machine, even if all its processes found the same mistake.
 
-    The process with local rank 0 prints the line at once and ends. Then torchrun ends the other
-    processes, so they print nothing: each of them waits 10 seconds before it prints the line. If
-    a process still lives then, local rank 0 found no mistake. `peer_failed`: the mistake is that
-    another process has ended, perhaps local rank 0; so local rank 1 prints the line at once, too.
+    The process with local rank 0 prints the line at once and ends, and torchrun ends the others
+    before they print: each of them waits 10 seconds first. If a process still lives then, local
+    rank 0 found no mistake. `peer_failed`: the mistake is that another process has ended, perhaps
+    local rank 0, so local rank 1 prints the line at once, too.
     """
     if os.environ.get("LOCAL_RANK", "0") not in ("0", "", "1" if peer_failed else ""):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # (`stop_signals` would ignore torchrun's)
@@ -182,10 +178,10 @@ def peer_failure_message(error: Exception) -> str | None:
 def main_and_exit(main: Callable[[], int]) -> NoReturn:
     """Run `main` and exit with its code. End this process without Python's own clean-up.
 
-    After an error, the clean-up would wait for a collective with other processes, and these wait
-    for this process. (torchrun sees the exit code and ends them.) After a success, it could abort
-    the process: FSDP's process group outlives `main`, and a thread of gloo that frees a tensor
-    while Python ends is "terminated without an active exception".
+    After an error, the clean-up would wait for a collective with other processes, which in turn
+    wait for this process. (torchrun sees the exit code and ends them.) After a success, it could
+    abort the process: FSDP's process group outlives `main`, and a thread of gloo that frees a
+    tensor while Python ends is "terminated without an active exception".
     """
     try:
         code = main()
