@@ -209,9 +209,9 @@ def cheap(block: Any, x: Tensor) -> Tensor:
     """Recompute the LayerNorms and GELU, but no matmul (Megatron-LM: output-discarding recompute;
     llm.c: the flag -r 2)."""
     attn, mlp = block.attn, block.mlp
-    # Each checkpoint ends in a matmul, which early stop leaves out of recomputation. Two views,
-    # because a LayerNorm may be deferred only inside its half: a changed `Block.forward` that calls
-    # one itself (post-norm) needs a tensor.
+    # Each checkpoint ends in a matmul, which early stop leaves out of recomputation. Two views: a
+    # LayerNorm may be deferred only inside its half. Where a changed `Block.forward` calls a
+    # LayerNorm itself (post-norm), it needs a tensor.
     up, down = to_matmul(mlp.up_project), to_matmul(mlp.down_project)
     halves = View(
         block,

@@ -1,9 +1,8 @@
 """Find the largest batch that fits in memory: extrapolate from planned steps of two batch sizes.
 
-The bytes that exist after an operator grow by the same number with each further sequence. So two
-batch sizes suffice to extrapolate. The head is the exception: with more tokens it has more chunks,
-not larger chunks. So the bytes of the head come from a formula: `head_bytes` in
-planner/formulas.py.
+The bytes that exist after an operator grow by the same number with each further sequence, so two
+batch sizes suffice to extrapolate. The exception is the head, which has more chunks with more
+tokens, not larger ones: its bytes come from the formula `head_bytes` in planner/formulas.py.
 """
 
 from bisect import bisect_right
@@ -29,8 +28,8 @@ def largest_batch(
         one, two: steps with two different batch sizes.
         head: function that maps a number of sequences to the head's bytes.
         on_cpu: True if the step is planned for a CPU. Its peak then includes the host buffers of
-            offload. The padding of these buffers is not proportional to the batch. So the padding
-            is left out, and the result is an upper bound.
+            offload, but not their padding, which is not proportional to the batch, so the result is
+            an upper bound.
     """
     outside, heads = [], []
     for step in (one, two):
@@ -46,16 +45,14 @@ def largest_batch(
         return MAX_BATCH
 
     def at(sequences: int, known: Sequence) -> np.ndarray:
-        """Return the bytes for a number of sequences, extrapolated linearly from `known`.
-
-        `known`: the bytes of the steps `one` and `two`.
-        """
+        """Return the bytes for a number of sequences, extrapolated linearly from `known`, the bytes
+        of the steps `one` and `two`."""
         share = (sequences - one.batch_size) / (two.batch_size - one.batch_size)
         return known[0] + share * (known[1] - known[0])
 
-    # All bytes grow linearly with the batch, except the bytes that `head` returns, because the head
-    # runs in whole chunks. So first find the largest batch that fits without these bytes. Then
-    # reduce the batch until it fits with them.
+    # All bytes grow linearly with the batch, except those that `head` returns, because the head
+    # runs in whole chunks: find the largest batch that fits without them, and reduce it until it
+    # fits with them.
     largest = bisect_right(range(1, MAX_BATCH), budget, key=lambda n: int(at(n, outside).max()))
     while largest > 0 and int(at(largest, heads)) + head(largest) > budget:
         largest -= 1

@@ -18,15 +18,14 @@ def pick_fastest_fitting_step(
 ) -> StepMemory:
     """Return the fastest step whose peak is at most `budget` bytes, over all recompute policies.
 
-    The candidates are every policy in all blocks, and every pair of policies. A pair has one policy
-    in the first N blocks and another policy in the rest, for every N. With a `card` the fastest
-    step is the step with the fewest predicted seconds. Without a card it is the step with the
-    lowest `recomputed_flops_key`, which compares first the recomputed FLOPs of matrix products. If
-    several steps are equally fast, the step with the smallest peak is returned.
+    The candidates are every policy in all blocks, and every pair of policies: one in the first N
+    blocks and another in the rest, for every N. With a `card` the fastest step is the one with the
+    fewest predicted seconds, and without a card the one with the lowest `recomputed_flops_key`,
+    which compares first the recomputed FLOPs of matrix products. Of equally fast steps, the one
+    with the smallest peak is returned.
 
     If no candidate fits, nested groups (`full/K+nested`) are tried, which are slower than all
-    candidates. If nested groups do not fit either, the step with the smallest peak of all is
-    returned.
+    candidates, and if they do not fit either, the step with the smallest peak of all is returned.
 
     Only steps with one policy for all blocks are simulated. Steps with a pair of policies are
     composed of segments of the simulated steps.
@@ -49,8 +48,8 @@ def pick_fastest_fitting_step(
 def nested_checkpoint_policies(n_layers: int) -> list[str]:
     """Return the strings `full/K+nested` that keep the fewest block inputs, the fastest first.
 
-    Groups of K blocks keep n_layers / K + K block inputs at a time. `full` keeps n_layers block
-    inputs. The result is empty if every K keeps at least as many block inputs as `full`.
+    Groups of K blocks keep n_layers / K + K block inputs at a time, where `full` keeps n_layers.
+    The result is empty if no K keeps fewer block inputs than `full`.
     """
     sizes = {math.isqrt(n_layers), math.isqrt(n_layers - 1) + 1}
     group_sizes = sorted(K for K in sizes if K + math.ceil(n_layers / K) < n_layers)
@@ -60,12 +59,8 @@ def nested_checkpoint_policies(n_layers: int) -> list[str]:
 def simulate_policies_fastest_first(
     planner: Planner, batch_size: int, card: Card | None = None
 ) -> list[StepMemory]:
-    """Return the candidates of `pick_fastest_fitting_step`, the fastest first.
-
-    Equally fast candidates are sorted by peak, the smallest first. With a `card` the fastest
-    candidate has the fewest predicted seconds on this card. Without a card it has the lowest
-    `recomputed_flops_key`.
-    """
+    """Return the candidates of `pick_fastest_fitting_step`, the fastest first, and of equally fast
+    ones the one with the smallest peak first."""
 
     def cost(step: StepMemory) -> tuple:
         return (*((step.seconds(card),) if card else recomputed_flops_key(step)), step.peak)
@@ -78,8 +73,8 @@ def simulate_policies_fastest_first(
 def recomputed_flops_key(step: StepMemory) -> tuple[float, int]:
     """Return a key that sorts policies by cost: (recomputed FLOPs per token, sum of indices).
 
-    The second value breaks ties. It is the sum, over all blocks, of the index of the block's policy
-    in POLICY_NAMES.
+    The second value breaks ties: the sum, over all blocks, of the index of the block's policy in
+    POLICY_NAMES.
     """
     policies = recompute_plan_of_config(step.config).policies
     flops_per_token = step.needed_and_replayed_flops[1] / (step.batch_size * step.seq_len)
@@ -89,9 +84,8 @@ def recomputed_flops_key(step: StepMemory) -> tuple[float, int]:
 def pareto_frontier(steps: list[StepMemory]) -> list[StepMemory]:
     """Return each step that `pick_fastest_fitting_step` returns for some budget.
 
-    `steps`: the result of `simulate_policies_fastest_first`, the fastest first. The returned list
-    begins with the step that recomputes nothing. Each further step in the list has a smaller peak
-    than all faster steps.
+    `steps`: the result of `simulate_policies_fastest_first`. The returned list begins with the step
+    that recomputes nothing, and each further step has a smaller peak than all faster steps.
     """
     frontier = [step for step in steps if step.config.recompute == "none"]
     for step in steps:
@@ -104,8 +98,8 @@ def uniform_policies(planner: Planner) -> list[str]:
     """Return the policies of UNIFORM_POLICIES that suit the planner's device and sharding.
 
     With sharded weights, policies with groups of blocks are left out, because weights are gathered
-    block by block. On "mps" attention is not fused, so policies that keep the result of the fused
-    attention operator are left out.
+    block by block; on "mps", policies that keep the result of the fused attention operator, because
+    attention is not fused there.
     """
     left_out = {"full/2"} if planner.layout.shard_degree > 1 else set()
     if planner.device_type == "mps":
@@ -118,9 +112,8 @@ def enumerate_policy_strings(
 ) -> list[str]:
     """Return a policy string for each policy in all blocks, and for each pair of policies.
 
-    A pair has one policy in the first N blocks and another policy in the rest. `none` is never the
-    first policy. Only the first policy may have groups of blocks. If it has groups, N is a multiple
-    of the group size.
+    A pair has one policy, never `none`, in the first N blocks and another in the rest. Only the
+    first may have groups of blocks, of whose size N is then a multiple.
     """
     names = list(policies)
     for first, rest in permutations(policies, 2):

@@ -1,7 +1,5 @@
-"""Compute the memory of a training step by formulas.
-
-The formulas explain the figures that planner/step.py gets from a simulation.
-
+"""Compute the memory of a training step by formulas, which explain the figures that planner/step.py
+gets from a simulation.
 Letters: a micro-batch has B sequences of T tokens, so N = B T tokens. V: size of the vocabulary,
 L: layers (blocks), C: channels (d_model), F: channels inside the MLP (d_ff), H: heads.
 """
@@ -97,10 +95,11 @@ def count_parameters(config: MiniGPTConfig) -> int:
 def head_bytes(
     config: MiniGPTConfig, n_tokens: int, precision: torch.dtype, in_rows: bool = True
 ) -> int:
-    """Return the bytes of the head (the last matmul and the loss) for `n_tokens` tokens.
+    """Return the bytes of the head (the last matmul and the loss) for `n_tokens` tokens: the part
+    "head" in the result of `closed_form_bytes_by_part`.
 
-    They are the part "head" in the result of `closed_form_bytes_by_part`. `in_rows`: under
-    autocast, the gradient of the weight is made some rows at a time (not on CUDA from torch 2.11).
+    `in_rows`: under autocast, the gradient of the weight is made some rows at a time (not on CUDA
+    from torch 2.11).
     """
     V, C, amp = config.vocab_size, config.d_model, precision != torch.float32
     if config.loss_chunks == 1:

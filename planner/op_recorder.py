@@ -1,11 +1,10 @@
 """Record one step: the operators that ran, the storages that they used, when storages were freed.
 
-The model runs on *fake* tensors, which have shapes and storages but no memory. An `OpRecorder`
-records the operators of the model. Recording works on any machine, also for models that do not fit
-in the machine's memory. All results of the planner come from this record. timeline.py uses the
-record to compute the bytes that exist after each operator, the FLOPs, and the bytes that operators
-read and write. record.py gives each storage a name, and a reason why it exists. `kept_for_backward`
-below is the simplest use of a record.
+The model runs on *fake* tensors, which have shapes and storages but no memory, so that recording
+works on any machine, also for models that do not fit in its memory. All results of the planner come
+from this record: timeline.py computes from it the bytes that exist after each operator, the FLOPs,
+and the bytes that operators read and write, and record.py gives each storage a name, and a reason
+why it exists. `kept_for_backward` below is the simplest use of a record.
 """
 
 import math
@@ -57,9 +56,8 @@ class CallSite(NamedTuple):
 
     module: str  # "blocks.0.mlp.c_fc"; "": the model itself, or no module
     file_and_line: str  # "model.py:106"
-    # True: the operator belongs to backward. Then `module` and `file_and_line` are those of the
-    # forward operator whose gradient this operator computes. But if a line of memory/ calls this
-    # operator, `file_and_line` is that line.
+    # True: the operator belongs to backward, and `module` and `file_and_line` are those of the
+    # forward operator whose gradient it computes (but the line of memory/ that called it, if any).
     is_backward: bool = False
 
 
@@ -106,12 +104,12 @@ class OpRecorder(TorchDispatchMode):
         self.ops = [Op("", self.phase_marks[0])]  # ops[n]: operator n; ops[0]: before the step
         self.storages: list[Storage] = []  # in order of birth
         self.live_storages: dict[int, tuple[weakref.ref, Storage]] = {}  # live storages, by address
-        self.times = 1  # each operator from now on represents this many equal operators
+        self.times = 1  # how many real operators each recorded one stands for
         self.forward_end = 0  # number of forward's last operator
         self.block_end = 0  # number of the last operator of the block that ran last
         # True: operators run between the blocks, or a block gets more tensors than the stream.
         self.loop_has_ops = False
-        # Gradients of earlier micro-batches, which do not exist in the first micro-batch.
+        # Gradients accumulated so far; none in the first micro-batch.
         self.gradient_sums: set[Storage] = set()
         # For each tensor that offload copies out: (its bytes, the bytes of CPU memory for it), and
         # the phase mark at the copy.
@@ -119,8 +117,8 @@ class OpRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # True would wrap `__torch_dispatch__` in a function that turns torch.compile off. Nothing
-        # is compiled here, and this wrapper would take longer than recording.
+        # (With True a wrapper of `__torch_dispatch__` would turn torch.compile off, which takes
+        # longer than recording. Nothing is compiled here.)
         return False
 
     @property
@@ -161,11 +159,8 @@ class OpRecorder(TorchDispatchMode):
     # ---- operators
 
     def record_op(self, func: Any, arguments: dict[str, Any], results: list[Tensor]) -> None:
-        """Record an operator that has just run.
-
-        `func`: the operator's overload. `arguments`: the operator's arguments by name. `results`:
-        the tensors that the operator returned.
-        """
+        """Record an operator that has just run: its overload `func`, its `arguments` by name, and
+        the tensors that it returned."""
         schema, place, number = operator_schema(func), self.phase_marks[-1], self.n_ops + 1
         if schema.name in EMPTY and results[0].numel() == 0:
             return  # the empty tensor that torch 2.11's activation checkpoint makes
@@ -221,8 +216,7 @@ class OpRecorder(TorchDispatchMode):
 
         A view, or the result of an in-place operator, uses a storage that was added before. A
         storage is freed with its last tensor. `operator`: name of the operator that is being
-        recorded and makes the storage; "": the storage exists already. `source`: call site of this
-        operator.
+        recorded and makes the storage, with the call site `source`; "": the storage exists already.
         """
         memory = tensor.untyped_storage()
         address = memory._cdata
@@ -247,9 +241,7 @@ class OpRecorder(TorchDispatchMode):
         self, size: int, name: str, why: str, born: int, died: float, kind: str = "temporaries"
     ) -> None:
         """Add a storage of `size` bytes without a tensor, from operator `born` to operator `died`.
-
-        `why`: the reason why the storage exists (`Storage.reason_alive`).
-        """
+        `why`: the reason why it exists (`Storage.reason_alive`)."""
         _, phase, block = self.phase_marks[-1]
         storage = Storage(size, (size,), torch.uint8, torch.device("cpu"), born, died)
         self.storages.append(
@@ -262,10 +254,8 @@ class OpRecorder(TorchDispatchMode):
         storage.kind, storage.name, storage.reason_alive = kind, name, why
 
     def find_storage(self, tensor: Tensor) -> Storage:
-        """Return the `Storage` of a tensor.
-
-        If the tensor was not added, return a new `Storage`, which is not part of the record.
-        """
+        """Return the `Storage` of a tensor, or a new one that is not part of the record if the
+        tensor was not added."""
         entry = self.live_storages.get(tensor.untyped_storage()._cdata)
         return entry[1] if entry else new_storage(tensor, 0)
 
@@ -279,7 +269,7 @@ def bytes_spanned_in_storage(tensor: Tensor) -> int:
 
 def new_storage(tensor: Tensor, born: int) -> Storage:
     """Return a new `Storage` for the memory of a tensor. `born`: see `Storage`."""
-    # To read `tensor.device` of a fake tensor would run an operator.
+    # (`tensor.device` of a fake tensor would run an operator.)
     device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
     size = tensor.untyped_storage().nbytes()
     return Storage(size, tuple(tensor.shape), tensor.dtype, device, born)
@@ -288,11 +278,11 @@ def new_storage(tensor: Tensor, born: int) -> Storage:
 class CallSiteTracker:
     """Find the call site (module and line) of each operator that runs inside `listen()`.
 
-    Autograd runs the operators of backward, so no line of the model calls them. But in forward
-    autograd gives each node of its graph a sequence number, which the node still has in backward.
-    So in forward the tracker stores a call site for each sequence number, and in backward it looks
-    up this call site. (The tracker does not search the local variables of the stack's frames for
-    modules. Such a search would keep tensors alive that are about to be freed.)
+    Autograd runs the operators of backward, so no line of the model calls them. But each node of
+    its graph has a sequence number, in forward and in backward: in forward the tracker stores a
+    call site for each number, which it looks up in backward. (It does not search the local
+    variables of the stack's frames for modules, because that would keep tensors alive that are
+    about to be freed.)
 
     Args:
         model: the model that runs.
@@ -318,8 +308,8 @@ class CallSiteTracker:
         line = innermost_line(self.sources)
         node = torch._C._current_autograd_node()  # None in forward, and in an optimizer's step
         if node is None or torch.is_grad_enabled():  # forward, the update, a recomputation
-            # If a policy recomputes parts of a block, the block's own forward does not run. So if
-            # no module is running, use the block of the phase mark.
+            # If a policy recomputes parts of a block, the block's own forward does not run, and the
+            # block is that of the phase mark.
             running = self.running[-1] or ("" if block is None else f"{self.blocks}.{block}")
             site = CallSite("head" if phase == "head" else running, line)
             # If autograd recorded this operator, the last sequence number is this operator's.
@@ -338,18 +328,16 @@ class CallSiteTracker:
         def end(module: nn.Module, args: tuple, result: Any) -> None:
             self.running.pop()
 
-        # `always_call`: run `end` also after an exception. torch ends a recomputation by an
-        # exception when the last needed tensor exists.
+        # `always_call`: run `end` also after an exception, with which torch ends a recomputation
+        # when the last needed tensor exists.
         after = register_module_forward_hook(end, always_call=True)
         with register_module_forward_pre_hook(begin), after:
             yield
 
 
 def innermost_line(sources: tuple[Path, ...]) -> str:
-    """Return the innermost line on the stack that is in `sources`, for example "model.py:87".
-
-    If no line on the stack is in `sources`, return "".
-    """
+    """Return the innermost line on the stack that is in `sources`, for example "model.py:87"; "" if
+    there is none."""
     for frame, number in walk_stack(sys._getframe()):
         if name := name_in_sources(frame.f_code.co_filename, sources):
             return f"{name}:{number}"
@@ -371,9 +359,9 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
     """Return the storages that `forward()` makes on the model's device and keeps for backward.
 
     `forward` runs with gradients and returns a tensor. Parameters and inputs exist before `forward`
-    and do not count. These storages count, too: autocast's low-precision copies of weights,
-    and the gradients that the head makes in forward (`loss_chunks`). If the model was built on fake
-    tensors, the call needs no memory.
+    and do not count. Autocast's low-precision copies of weights count, and so do the gradients that
+    the head makes in forward (`loss_chunks`). If the model was built on fake tensors, the call
+    needs no memory.
     """
     weight = next(model.parameters())
     log = OpRecorder()
@@ -382,7 +370,7 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[S
     fake = weight.fake_mode if isinstance(weight, FakeTensor) else nullcontext()
     with fake, log:
         result = forward()
-    # Keep only the graph: it holds the tensors that backward needs. The result itself does not
+    # Keep only the graph, which holds the tensors that backward needs; the result itself does not
     # count. (`result.grad_fn` cannot replace `graph`: on torch 2.11 it does not keep the node of an
     # autograd.Function alive, such as the head's node.)
     graph = get_gradient_edge(result)

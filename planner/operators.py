@@ -2,8 +2,8 @@
 FLOPs, its workspace on a GPU.
 
 - FLOPs are those of matrix products and attention, 2 per multiply-add. Attention has two products
-  in forward. Its backward has five, because backward computes the scores again. Causal attention
-  skips the masked half of each product.
+  in forward, and five in backward, which computes the scores again. Causal attention skips the
+  masked half of each product.
 - Bytes are those of the tensors that an operator reads or writes; each tensor counts once. An
   operator that returns a view, or that only allocates memory, moves no bytes. A lookup reads only
   the rows that it returns, not the whole table.
@@ -29,11 +29,11 @@ LEFT_MATRIX_ARGUMENT_BY_OP = {
 EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 # Operators that write their argument without reading its old values.
 WRITE_ONLY_OPS = {"copy_", "fill_", "zero_", "normal_"}
-# (operator, argument). By torch's schema the operator writes to these arguments, but without a
-# GradScaler it only reads them.
+# (operator, argument) to which the operator writes by torch's schema, but which it only reads
+# without a GradScaler.
 ONLY_READ_ARGUMENTS = {("_fused_adamw_", "grads")}
-# (operator, argument). The operator reads or writes only some elements of this argument: as many
-# elements as it looks up or adds.
+# (operator, argument) of which the operator reads or writes only as many elements as it looks up or
+# adds.
 INDEXED_ARGUMENTS = {
     ("embedding", "weight"), ("gather", "self"), ("index_select", "self"), ("index", "self"),
     ("scatter_", "self"), ("index_add_", "self"),
@@ -81,10 +81,8 @@ def operator_schema(operator: Any) -> OperatorSchema:
 
 
 def unify_attention_name(name: str) -> str:
-    """Return an operator's name. The attention operators of all devices get the same name.
-
-    The marks that torch's profiler sets are no operators. Their name is "".
-    """
+    """Return an operator's name, the same for the attention operators of all devices; "" for the
+    marks that torch's profiler sets, which are no operators."""
     if name.startswith("_scaled_dot_product_"):
         return UNIFIED_ATTENTION_NAMES["backward" in name]
     return "" if name.startswith("_record") else name
@@ -97,11 +95,9 @@ def tensors_in(argument: Any) -> list[Tensor]:
 
 
 def precision_index(name: str, inputs: dict[str, Any]) -> int:
-    """Return the dtype of an operator's matrix products, as an index into MATMUL_DTYPES.
-
-    An operator without matrix products, or with products in another dtype, gets 0.
-    `inputs`: the operator's arguments, by name.
-    """
+    """Return the dtype of an operator's matrix products, as an index into MATMUL_DTYPES; 0 for an
+    operator without matrix products, or with products in another dtype. `inputs`: its arguments, by
+    name."""
     left = inputs.get("query", inputs.get(LEFT_MATRIX_ARGUMENT_BY_OP.get(name, "")))
     precision = left.dtype if isinstance(left, Tensor) else torch.float32
     return MATMUL_DTYPES.index(precision) if precision in MATMUL_DTYPES else 0
@@ -109,9 +105,7 @@ def precision_index(name: str, inputs: dict[str, Any]) -> int:
 
 def count_flops(name: str, inputs: dict[str, Any], results: list[Tensor]) -> float:
     """Return the FLOPs of an operator's matrix products, 2 per multiply-add; 0 if it has none.
-
-    `inputs`: the operator's arguments, by name.
-    """
+    `inputs`: its arguments, by name."""
     if name in LEFT_MATRIX_ARGUMENT_BY_OP:
         return 2 * results[0].numel() * inputs[LEFT_MATRIX_ARGUMENT_BY_OP[name]].size(-1)
     if name in UNIFIED_ATTENTION_NAMES:
@@ -139,17 +133,16 @@ WORKSPACE_MIB_BY_CARD = {
 
 
 def cublas_workspace_bytes(card: str | None = None) -> int:
-    """Return the bytes of cuBLAS's two workspaces, which exist from the first matmul on.
+    """Return the bytes of cuBLAS's two workspaces, which exist from the first matmul on: one of the
+    thread that runs forward, the other of autograd's thread.
 
-    The thread that runs forward has one workspace, and autograd's thread has the other. `card`:
-    name of the planned card. None: this machine's GPU.
+    `card`: name of the planned card; None: this machine's GPU or, without a GPU, one of NVIDIA's
+    before Hopper.
 
-    Source: `getChosenWorkspaceSize` in PyTorch's CublasHandlePool.cpp. Each workspace has
-    32 MiB on Hopper and Blackwell, and 2 x 4,096 KiB + 8 x 16 KiB on NVIDIA's other GPUs. It has
-    128 MiB on MI300 and MI350, and 32 MiB on AMD's other GPUs. On all AMD GPUs, each of the
-    two threads has a second workspace, for hipBLASLt, of 76 MiB. An AMD GPU without a name counts
-    as one of the others. On a machine without a GPU the result is that of NVIDIA's GPUs before
-    Hopper.
+    Source: `getChosenWorkspaceSize` in PyTorch's CublasHandlePool.cpp. Each workspace has 32 MiB on
+    Hopper and Blackwell, 2 x 4,096 KiB + 8 x 16 KiB on NVIDIA's other GPUs, 128 MiB on MI300 and
+    MI350, and 32 MiB on AMD's other GPUs (among which an AMD GPU without a name counts). On all AMD
+    GPUs, each of the two threads has a second workspace of 76 MiB, for hipBLASLt.
     """
     name = card or ""
     if card is None and torch.cuda.is_available():  # (ROCm's major numbers are AMD's)
@@ -164,10 +157,10 @@ def kernel_workspace_bytes(operator: Any, args: tuple) -> int:
     `operator`: the CPU operator that simulates this kernel. `args`: its positional arguments.
 
     Only the backward of fused attention has a workspace here. Its kernel sums the gradient of q in
-    float32 (`dq_accum` of FlashAttention-2; Dao, 2023). It also keeps one float32 value for each
-    row of q (`softmax_d`). T is rounded up to a multiple of 128, and the size of a head to a
-    multiple of 32. For float32 tensors there is no such kernel. (From torch 2.11 on, H100 and B200
-    use cuDNN's kernel. Its workspace is not planned.)
+    float32 (`dq_accum` of FlashAttention-2; Dao, 2023), and keeps one float32 value for each row of
+    q (`softmax_d`). T is rounded up to a multiple of 128, and the size of a head to a multiple of
+    32. For float32 tensors there is no such kernel. (From torch 2.11 on, H100 and B200 use cuDNN's
+    kernel, whose workspace is not planned.)
     """
     if operator is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return 0

@@ -1,8 +1,8 @@
 """Describe each storage of a simulated step: its name, why it exists, when it is freed.
 
-The name comes from the operator that made the storage. The reason why it exists comes from the
-operators that read it. For example, if backward's operator `gelu_backward` reads a storage, forward
-kept this storage because "GELU's backward needs its input".
+The name comes from the operator that made the storage, and the reason from the operators that read
+it. For example, if backward's operator `gelu_backward` reads a storage, forward kept this storage
+because "GELU's backward needs its input".
 """
 
 import linecache
@@ -151,8 +151,8 @@ def explain_storages(log: OpRecorder, step: StepMemory) -> StepRecord:
     storages = []
     for seen in log.storages:
         if seen.device.type != "cpu" or not seen.nbytes:
-            # Skip a host buffer of offload: it is on the device "meta" (see SimulatedPinnedPool).
-            # Skip a storage of 0 bytes, such as a full weight of a sharded model.
+            # Skip a host buffer of offload, which is on "meta" (see SimulatedPinnedPool), and a
+            # storage of 0 bytes, such as a full weight of a sharded model.
             continue
         storage = replace(seen)  # a copy: the log's storages change later, when they are freed
         storages.append(storage)
@@ -170,11 +170,8 @@ def explain_storages(log: OpRecorder, step: StepMemory) -> StepRecord:
 
 
 def group_name_and_kind(storage: Storage) -> tuple[str, str]:
-    """Return (name, kind) of the group to which a storage belongs.
-
-    The same tensor of all blocks is one group. All weights are one group, all gradients are one
-    group, and the whole state of the optimizer is one group.
-    """
+    """Return (name, kind) of the group to which a storage belongs: the same tensor of all blocks is
+    one group, and so are all weights, all gradients, and the whole state of the optimizer."""
     return (
         GROUP_NAME_BY_KIND.get(storage.kind) or re.sub(r"\.\d+\b", ".*", storage.name),
         storage.kind,
@@ -182,10 +179,8 @@ def group_name_and_kind(storage: Storage) -> tuple[str, str]:
 
 
 def name_of_result(op: Op, i: int, dtype: torch.dtype) -> str:
-    """Return a name for result number `i` of an operator, such as "blocks.0.mlp.c_fc: output".
-
-    `dtype`: dtype of this result.
-    """
+    """Return a name for result number `i`, of dtype `dtype`, of an operator, such as
+    "blocks.0.mlp.c_fc: output"."""
     module, _, is_backward = op.call_site
     inputs = "".join(f"{storage.name};" for _, storage in op.named_inputs)
     half = next((half for part, half in HALF_BY_INPUT.items() if part in inputs), "")

@@ -1,10 +1,10 @@
 """Estimate the seconds that a step takes on a card, by a roofline model of the step's operators.
 
-The time of an operator is the longest of three times. One is the time of its matrix products at
-70 % of the card's peak FLOP/s. One is the time to read and write its bytes at 85 % of the peak
-bandwidth of the memory. One is the time of a kernel launch. The time of a step is the sum of the
-times of its operators. The estimate serves to rank recompute policies: it predicts the ratio of two
-steps' times better than their milliseconds.
+The time of an operator is the longest of three: the time of its matrix products at 70 % of the
+card's peak FLOP/s, the time to read and write its bytes at 85 % of the memory's peak bandwidth, and
+the time of a kernel launch. The time of a step is the sum over its operators. The estimate serves
+to rank recompute policies: it predicts the ratio of two steps' times better than their
+milliseconds.
 
 Left out:
 - caches: all bytes come from memory (caches would change the cost of a policy by about one
@@ -31,11 +31,8 @@ MAX_MEASURED_SEQ_LEN = 2048  # tokens; longer sequences reach the same FLOP/s in
 
 @dataclass(frozen=True)
 class Card:
-    """Peak rates of a card, and the share of each peak that kernels reach.
-
-    A card is a device with its memory. `flops` and `attention` have one entry for each
-    dtype of MATMUL_DTYPES.
-    """
+    """A device with its memory: peak rates, and the share of each peak that kernels reach. `flops`
+    and `attention` have one entry for each dtype of MATMUL_DTYPES."""
 
     name: str
     memory: int  # bytes
@@ -89,10 +86,9 @@ def this_machine(
 
     The rates are measured, so both efficiencies are 1. If the device has no hardware for float16 or
     bfloat16, the Card has the low rates that were measured. Attention is measured with `seq_len`
-    tokens and `head_size` channels, because its FLOP/s depend on both. For example, take the
-    backward of attention on a CPU in bfloat16. With 64 tokens and 32 channels, it reaches a 50th of
-    the FLOP/s that other matrix products reach. With 1,024 tokens and 64 channels, it reaches a
-    third of them.
+    tokens and `head_size` channels, because its FLOP/s depend on both: its backward on a CPU in
+    bfloat16, for example, reaches a 50th of the FLOP/s of other matrix products with 64 tokens and
+    32 channels, and a third of them with 1,024 tokens and 64 channels.
     """
     device = device or torch.device("cpu")
     card = measure_card(device, seq_len, head_size)
@@ -103,17 +99,14 @@ def this_machine(
 
 
 def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
-    """Measure a device; return the measured speeds as a Card.
-
-    Measure the speed of matrix products, of copies in memory and of attention, and the time of a
-    kernel launch.
-    """
+    """Measure the speed of a device's matrix products, of copies in its memory and of attention,
+    and the time of a kernel launch; return them as a Card."""
     on_gpu = device.type != "cpu"
     n, size = (4096, 2**28) if on_gpu else (1024, 2**26)
 
     def product(dtype: torch.dtype) -> float:
-        # On CPUs, matrix products in float16 are 100 to 1,000 times slower than in float32. So use
-        # smaller matrices for float16.
+        # Smaller matrices for float16, because on CPUs its matrix products are 100 to 1,000 times
+        # slower than in float32.
         side = 128 if dtype == torch.float16 and not on_gpu else n
         a, b = torch.randn(2, side, side, device=device).to(dtype)
         return 2 * side**3 / measure_seconds(lambda: a @ b)
@@ -159,12 +152,11 @@ def measure_attention_flops_per_s(
 
 
 def measure_seconds(run: Callable[[], object]) -> float:
-    """Return the seconds of one call of `run`.
+    """Return the seconds of one call of `run`: the shortest time among calls for a tenth of a
+    second. On a GPU the time includes the GPU's work.
 
-    Repeat the call for a tenth of a second, and return the shortest measured time. On a GPU the
-    time includes the GPU's work. (Do not use the median: other programs on the machine slow down
-    all long calls, but only some of the short calls. So the medians of a long and of a short
-    operator could not be compared.)
+    (Not the median, in which a long and a short operator could not be compared: other programs on
+    the machine slow down all long calls, but only some of the short calls.)
     """
     # Import Timer only here: its import looks for a compiler, and warns on machines without one.
     from torch.utils.benchmark import Timer

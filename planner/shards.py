@@ -1,8 +1,8 @@
 """Add to a step the memory that a process takes when several processes shard one model.
 
-train_fsdp.py shards with `fully_shard` (FSDP2). Each of n processes keeps 1 / n of every weight,
-gradient and moment. A process computes with the full weights of one *group* at a time. A group is a
-block, or a table of positions. All other weights, those of the token embedding and of ln_f, are the
+train_fsdp.py shards with `fully_shard` (FSDP2): each of n processes keeps 1 / n of every weight,
+gradient and moment, and computes with the full weights of one *group* at a time. A group is a
+block, or a table of positions; all other weights, those of the token embedding and of ln_f, are the
 *root group*. Beside its shards a process has this memory for each group:
 
     when                             memory
@@ -25,19 +25,17 @@ block, or a table of positions. All other weights, those of the token embedding 
     more micro-batches follow        the full gradients of the group stay (with --reproducible-sums
                                      they are summed over processes in each micro-batch)
 
-With --gather-dtype bfloat16, the group of a block has only the block's linear layers. The
+With --gather-dtype bfloat16, the group of a block has only the block's linear layers, while the
 block's LayerNorms stay in float32 and belong to the root group. A process rounds its shards to
-bfloat16 before it sends them. Backward makes the full gradients of linear layers in bfloat16. These
-gradients are float32 while they wait for more micro-batches, and when they are summed over
-processes.
+bfloat16 before it sends them. Backward makes the full gradients of linear layers in bfloat16, but
+they are float32 while they wait for more micro-batches, and when they are summed over processes.
 
-`add_shards` adds this memory to the record of a step. The operators in the record show when each
-block runs. The planned memory equals what torch's FSDPMemTracker counts, to the byte. (The tracker
-does not see gloo's buffers.) The table above follows
-torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py. torch 2.11 and torch 2.13 were
-measured, and take the same number of bytes. On a GPU the copies run on separate streams, but Python
-allocates in the same order as on a CPU. So the plan for a GPU uses the same table. The plan does
-not count weights that an optimizer gathers. (Muon gathers a few full matrices at a time.)
+`add_shards` adds this memory to the record of a step, whose operators show when each block runs.
+The planned memory equals what torch's FSDPMemTracker counts, to the byte. (The tracker does not see
+gloo's buffers.) The table above follows torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py;
+torch 2.11 and torch 2.13 were measured, and take the same number of bytes. The table also holds on
+a GPU, where the copies run on separate streams, because Python allocates in the same order as on a
+CPU. Weights that an optimizer gathers are not counted (Muon's, a few full matrices at a time).
 """
 
 from collections.abc import Iterable
@@ -60,8 +58,8 @@ GATHERED_REASON = "gathered from all processes, for as long as the group of laye
 def make_local_model(config: MiniGPTConfig, n: int) -> MemorySavingGPT:
     """Return a model with the shards of rank 0 of n processes: 1 / n of each parameter's rows.
 
-    The number of rows is rounded up. No rank has more rows than rank 0. A rank with fewer rows
-    allocates as many as rank 0.
+    The number of rows is rounded up, so that no rank has more rows than rank 0, and a rank with
+    fewer rows allocates as many as rank 0.
     """
     shard = MemorySavingGPT(config)
     for module in shard.modules():
@@ -72,11 +70,8 @@ def make_local_model(config: MiniGPTConfig, n: int) -> MemorySavingGPT:
 
 
 def find_position_embeddings(model: MiniGPT) -> list[nn.Embedding]:
-    """Return all embeddings of the model except the token embedding.
-
-    In model.py this is the table of positions. A changed model.py may have more such tables, or
-    none (with rotary positions).
-    """
+    """Return all embeddings of the model except the token embedding: in model.py the table of
+    positions; a changed model.py may have more such tables, or none (with rotary positions)."""
     tables = [module for module in model.children() if isinstance(module, nn.Embedding)]
     return [table for table in tables if table is not model.token_embedding]
 
@@ -88,10 +83,10 @@ def gathered_bytes(model: MiniGPT, n: int) -> int:
 
 
 def state_bytes(model: MiniGPT, optimizer_state: Iterable[Tensor], n: int) -> int:
-    """Return the bytes that every step takes in each of n processes that share one model.
+    """Return the bytes that every step takes in each of n processes that share one model: weights,
+    gradients, the optimizer's state, and the weights that a process gathers.
 
-    They are the weights, the gradients, the optimizer's state, and the weights that a process
-    gathers. `model` and `optimizer_state` are whole, and may be on "meta": nothing is simulated.
+    `model` and `optimizer_state` are whole, and may be on "meta": nothing is simulated.
     """
     tensors = chain(model.parameters(), model.parameters(), optimizer_state)  # (also gradients)
     return gathered_bytes(model, n) + sum(bytes_of_rows(tensor, n) for tensor in tensors)
@@ -153,7 +148,7 @@ def add_shards(
     root, shards = (root_group_params(each, in_bfloat16) for each in (model, local_model))
     size = n * sum(shard.nbytes for shard in shards)
     gather(size, begin, begin + 1 if find_position_embeddings(model) else first, begin, now)
-    # Do not count the root group's reduce-scatter buffer: the freed full weights make room for it.
+    # The root group's reduce-scatter buffer fits where its full weights were freed: not counted.
     average(root, shards, now, now + 1, now)
     # torch before 2.15 keeps the last full gradient until it is reduced over the processes.
     early = torch.__version__ >= "2.15.dev0"
@@ -183,10 +178,8 @@ def share_gradients(
     sums: dict[nn.Parameter, Tensor],
     end: int,
 ) -> None:
-    """Replace the full gradients of `whole` by those of `shards` after operator `end`.
-
-    Also set the `.grad` of each full parameter to None. `sums`: see `add_shards`.
-    """
+    """Replace the full gradients of `whole` by those of `shards` after operator `end`, and set the
+    `.grad` of each full parameter to None. `sums`: see `add_shards`."""
     gradients: list[Tensor] = [cast(Tensor, parameter.grad) for parameter in whole]
     gradients += [sums.pop(parameter) for parameter in {*whole} & {*sums}]
     storages = [log.find_storage(gradient) for gradient in gradients]
@@ -207,8 +200,8 @@ def op_bounds_by_phase_and_block(
 ) -> dict[tuple[str, int | None], tuple[int, int, int]]:
     """Return a dict: (phase, block) -> the positions of three operators in the record.
 
-    A phase may visit a block several times. The three operators are the first operator of the first
-    visit, the first operator of the last visit, and the last operator of the last visit.
+    A phase may visit a block several times. The three are the first operator of the first visit,
+    the first operator of the last visit, and the last operator of the last visit.
     """
     times: dict[tuple[str, int | None], tuple[int, int, int]] = {}
     for (at, phase, block), (then, *_) in pairwise([*log.phase_marks, (log.n_ops + 1, "", None)]):
@@ -218,10 +211,9 @@ def op_bounds_by_phase_and_block(
 
 
 def block_group_params(blocks: nn.Module, in_bfloat16: bool) -> list[nn.Parameter]:
-    """Return the weights that are gathered when a block runs.
+    """Return the weights that are gathered when a block runs. `blocks`: one block, or a list.
 
-    `blocks`: one block, or a list of blocks. `in_bfloat16`: True: return only the weights of linear
-    layers, because autocast rounds these weights to bfloat16; False: return all weights.
+    `in_bfloat16`: only the weights of linear layers, because autocast rounds these to bfloat16.
     """
     layers = [
         layer for layer in blocks.modules() if not in_bfloat16 or isinstance(layer, nn.Linear)

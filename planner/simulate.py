@@ -79,11 +79,10 @@ def recording_simulated_ops(
 ) -> Iterator[OpRecorder]:
     """Record the operators that run on fake tensors in this context; yield the recorder.
 
-    The fake tensors are always on a CPU. For "cuda" dropout and attention are replaced by functions
-    that keep the same tensors as CUDA's fused ones, and the workspaces of CUDA's kernels are added.
-    For "mps" dropout and attention are not fused, as in real training. `sources`: finds the call
-    sites that the recorder stores; None: store no call sites. `card_name`: the planned card; None:
-    this machine's.
+    The fake tensors are always on a CPU. For "cuda", stand-ins for dropout and attention save the
+    same tensors as the fused kernels, and kernel workspaces are added. For "mps" dropout and
+    attention are not fused, as in real training. `sources`: finds the call sites that the recorder
+    stores; None: store no call sites. `card_name`: the planned card; None: this machine's.
     """
     on_cuda = device_type == "cuda"
     with (
@@ -91,7 +90,7 @@ def recording_simulated_ops(
         OpRecorder(sources, kernel_workspace=kernel_workspace_bytes if on_cuda else None) as log,
         patched(F, **(FUSED_REPLACEMENTS if on_cuda else {})),
         sources.listen() if sources else nullcontext(),
-        # On MPS attention is not fused, so it keeps its scores (B, H, T, T). MATH does so, too.
+        # On MPS attention is not fused and keeps its scores (B, H, T, T), as MATH does.
         sdpa_kernel(SDPBackend.MATH) if device_type == "mps" else nullcontext(),
         torch.autograd.set_detect_anomaly(False),  # fake tensors have no values to check
     ):
@@ -156,7 +155,7 @@ def label_existing_storages(
     `names`: weight -> its name. `sums`: weight -> sums of its earlier gradients outside of `.grad`.
     """
     for weight, name in names.items():
-        # Also name the full weights of a sharded model. Their bytes count when they are gathered.
+        # Also the full weights of a sharded model, whose bytes count when they are gathered.
         log.find_storage(weight).name = name
         named = [
             (weight if weight in optimizer.state else None, "parameters", name),
@@ -210,10 +209,8 @@ def phase_hooks(
             when_gradient_is_there(output, len(blocks) - 1 if last in blocks else None)
 
     def when_gradient_is_there(tensors: Any, i: int | None) -> None:
-        """Enter backward of block i as soon as a certain gradient exists.
-
-        It is the gradient of the first tensor in `tensors` that requires a gradient.
-        """
+        """Enter backward of block i as soon as the gradient exists of the first tensor in `tensors`
+        that requires one."""
         leaves = filter(torch.is_tensor, tree_leaves(tensors))
         for tensor in [leaf for leaf in leaves if leaf.requires_grad][:1]:
             tensor.register_hook(lambda _: log.enter_phase("backward", i))
