@@ -1,9 +1,9 @@
 """Cut ids into batches. A batch is a function of (tokens, seed, index) alone, so a snapshot need
 not hold a position in the data.
 
-B = batch size (sequences), T = sequence length (tokens). A window is T + 1 consecutive tokens. Its
-first T tokens are the inputs, and its last T tokens are the labels. The next window begins T tokens
-later. A window may begin in one file or document and end in another.
+B = batch size (sequences), T = sequence length (tokens). A window is T + 1 consecutive tokens, of
+which the first T are the inputs and the last T the labels. The next window begins T tokens later. A
+window may begin in one file or document and end in another.
 """
 
 from collections.abc import Iterable
@@ -110,8 +110,8 @@ class ValBatches(Windows):
         return -(-self.n_chosen // self.batch_size)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the inputs and the labels, both (B, T), of batch `index`. The last batch may have
-        fewer rows. Raises IndexError if there is no batch `index`."""
+        """Return the inputs and the labels, both (B, T), of batch `index`, where the last batch may
+        have fewer rows. Raises IndexError if there is no batch `index`."""
         first = range(0, self.n_chosen, self.batch_size)[index]
         chosen = range(self.n_chosen)[first : first + self.batch_size]
         return self.read_windows(i * self.n_windows // self.n_chosen for i in chosen)

@@ -95,8 +95,8 @@ def load_dataset(
     cache_dir: Path = CACHE_DIR,
     say: Say = print,
 ) -> Dataset:
-    """Load the data that the flags of the group "data" choose. Text that is not in the cache is
-    encoded first.
+    """Load the data that the flags of the group "data" choose, after encoding text that is not yet
+    in the cache.
 
     Args:
         train_data: files, folders and patterns; None: the built-in corpus, which is Python's
@@ -108,9 +108,9 @@ def load_dataset(
         tokenizer_name: None: "toy" for toy data, "gpt2" with `train_data`, else "bpe".
         max_tokens: limit for the tokens of each split, at least 1; None: no limit.
         data_seed: seed of toy data; other data do not use it.
-        tokenizer: the tokenizer of a snapshot. With it the ids keep their meaning, also on other
-            text than that on which a bpe was trained. A tokenizer whose name is not the chosen name
-            is ignored.
+        tokenizer: the tokenizer of a snapshot, with which the ids keep their meaning, also on other
+            text than that on which a bpe was trained. It is ignored if its name is not the chosen
+            name.
 
     Several processes may call this function at the same time. Raises DataError, with exit code 3 if
     the disk has no room for the cache. After an error the cache has no incomplete folder.

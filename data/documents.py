@@ -24,7 +24,7 @@ SAFE_SPLIT = regex.compile(r"(?rV1)(?<=[\p{L}\p{N}])(?=[\s\p{P}\p{S}--'])")  # (
 
 def suffix_of(path: str | Path) -> str:
     """Return the suffix in lower case: `.jsonl` for notes.jsonl and NOTES.JSONL, "" for README.
-    Cameras, old programs and Windows write some suffixes in capitals, with the same meaning."""
+    (Cameras, old programs and Windows write some suffixes in capitals, with the same meaning.)"""
     return Path(path).suffix.lower()
 
 
@@ -95,14 +95,14 @@ def rechunk(blocks: Iterable[str]) -> Iterator[str]:
 
     A chunk ends at the last index that is after a letter or a digit, and before white space or
     punctuation. The patterns of GPT-2, cl100k and o200k all end a word there, and no pattern looks
-    at earlier characters. So the words of both pieces are the words of the whole text. An
+    at earlier characters, so that both pieces together have the words of the whole text. An
     apostrophe does not count as punctuation, because o200k keeps the 's of "it's" with its word.
 
-    An index after a newline would NOT be safe. Blank lines, and also \\r\\n, are one word or two
-    words, depending on the next characters. And cl100k joins some newlines to the punctuation
+    An index after a newline would NOT be safe: blank lines, and also \\r\\n, are one word or two
+    words, depending on the next characters, and cl100k joins some newlines to the punctuation
     before them.
 
-    Text of CHUNK characters without a safe index is cut at its end. There one token may differ from
+    Text of CHUNK characters without a safe index is cut at its end, where one token may differ from
     those of the whole text.
     """
     text = ""  # text that was not yet yielded

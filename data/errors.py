@@ -25,8 +25,8 @@ class DataError(MiniGPTError):
 @contextmanager
 def errors_as_data_errors(path: Path, kind: str | None = None) -> Iterator[None]:
     """Convert an OSError to a DataError of one line that names `path`. If `kind` (of file) is what
-    a parser expects, convert every error of the parser. Nor is anything but a file read: a pipe
-    would wait for ever."""
+    a parser expects, convert every error of the parser, too. Raises DataError for anything but a
+    file, because a pipe would wait for ever."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise DataError(f"{path} is no file")
     try:

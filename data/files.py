@@ -13,11 +13,11 @@ from .errors import DataError, errors_as_data_errors
 
 Say = Callable[[str], None]
 CACHE_DIR = Path(os.environ.get("MINIGPT_CACHE") or Path(__file__).parent / "cache").resolve()
-# nanoGPT's files are called train.bin and val.bin. llm.c's files are called, for example,
-# fineweb_train_000001.bin and fineweb_val_000000.bin. (values.txt does not match.)
+# nanoGPT's files are called train.bin and val.bin, llm.c's for example fineweb_train_000001.bin and
+# fineweb_val_000000.bin. (values.txt does not match.)
 VAL_NAME = re.compile("(?<![a-z])val(id|idation)?(?![a-z])")
-# Folders of the standard library that are not in the built-in corpus. Two thirds of the library are
-# tests (which Debian leaves out). encodings and pydoc_data are tables. lib2to3, idlelib and
+# Folders of the standard library that are not in the built-in corpus: two thirds of the library are
+# tests (which Debian leaves out), encodings and pydoc_data are tables, and lib2to3, idlelib and
 # turtledemo are not in every installation of Python.
 SKIPPED_STDLIB_FOLDERS = set(
     "test tests idle_test encodings pydoc_data lib2to3 idlelib turtledemo __pycache__ "

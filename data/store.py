@@ -1,7 +1,7 @@
 """The token cache on disk: folders of files that are complete, whole, and made once.
 
-Of several processes that need a folder, one builds it and the others wait. None ever reads an
-incomplete folder.
+Of several processes that need a folder, one builds it and the others wait, so that none ever reads
+an incomplete folder.
 """
 
 import errno
@@ -42,9 +42,9 @@ def cache_key(paths: Sequence[Path], *settings: object) -> str:
     """Return the name of a cache folder (32 hex digits): a hash of the files' states and of all
     other settings that decide its content.
 
-    The state of a file is its path, size, mtime and ctime (ns), so the key is known without reading
-    the file. Not found: other bytes behind equal size and times. That takes a failing disk, a clock
-    that was set back, or two writes within one tick of a file system without ctime.
+    The state of a file is its path, size, mtime and ctime (ns), so that the key is known without
+    reading the file. Other bytes behind equal size and times are not found; that takes a failing
+    disk, a clock that was set back, or two writes within one tick of a file system without ctime.
     """
     stats = [(os.path.abspath(path), path.stat()) for path in paths]
     states = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
@@ -58,8 +58,8 @@ def load_or_build_folder(
     """Return the meta.json of a cache folder, which is built if it is missing or damaged.
 
     `build(new)` writes the files to the temporary folder `new`, and returns what meta.json says of
-    them. Added is `sha256`, a hash of all files and of meta.json itself. It depends on content
-    alone, so it is the fingerprint of the data, too.
+    them. Added is `sha256`, a hash of all files and of meta.json itself, which depends on content
+    alone and thus is the fingerprint of the data, too.
 
     Only one of several processes calls `build`, and one rename makes all files visible. A process
     that is killed during `build` leaves only a temporary folder, which the next builder deletes.

@@ -159,7 +159,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
 
     Return the ranks of at most vocab_size - 1 tokens: the 256 bytes, then the merged tokens. One id
     stays free for <|endoftext|>. Training ends earlier if no pair occurs twice. Of equally frequent
-    pairs the one with the lowest ids is merged, so equal text gives equal ranks.
+    pairs the one with the lowest ids is merged, so that equal text gives equal ranks.
     """
     word_counts = Counter(word for text in texts for word in regex.findall(GPT2_PATTERN, text))
     # Each word is a string with one character per id.
@@ -182,8 +182,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
             continue
         left, right = pair
         token = tokens[left] + tokens[right]
-        # Two different pairs can join to the same bytes. Both pairs then get the same id. With two
-        # ids for the same bytes, `ranks` would have no token for the first id.
+        # Two different pairs can join to the same bytes, and then get the same id: with two ids for
+        # the same bytes, `ranks` would have no token for the first id.
         merged = chr(ranks.setdefault(token, len(ranks)))
         tokens[merged] = token
         changed = {pair}

@@ -1,13 +1,13 @@
 """Write Hugging Face's `tokenizer.json`, the file of a tokenizer in transformers.
 
 tiktoken and tokenizer.json describe the same merges in two ways. In tiktoken (and in this project)
-two neighbouring tokens are merged if their joined bytes are a token; the merge that makes the token
-with the lowest id comes first. tokenizer.json has a list of pairs (left, right), and the earliest
-pair comes first. So the list has, for each token in the order of ids, every pair of tokens that
-joins to it; transformers converts tiktoken's vocabularies in the same way.
+two neighbouring tokens are merged if their joined bytes are a token, and the merge that makes the
+token with the lowest id comes first. tokenizer.json has a list of pairs (left, right), of which the
+earliest comes first: here, for each token in the order of ids, every pair of tokens that joins to
+it, as transformers converts tiktoken's vocabularies, too.
 
-If a whole word is a token, tiktoken takes this token without merging. The option `ignore_merges` of
-tokenizer.json does the same.
+If a whole word is a token, tiktoken takes this token without merging, and so does tokenizer.json
+with the option `ignore_merges`.
 """
 
 import json
@@ -40,9 +40,9 @@ def spelled_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the content of a tokenizer.json that gives the ids of `tokenizer` for every text."""
-    # tiktoken's patterns have possessive quantifiers ("++") for speed. Not every regex engine
-    # supports them. Normal quantifiers give the same words. In tiktoken `$` is the end of the text.
-    # In other engines `$` is also the end of a line, and `\z` is the end of the text.
+    # tiktoken's patterns have possessive quantifiers ("++") for speed, which not every regex engine
+    # supports; normal ones give the same words. `$` is the end of the text in tiktoken, but also
+    # the end of a line in other engines, where `\z` is the end of the text.
     pattern = re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", tokenizer.pattern).replace("$", r"\z")
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     byte_level = BYTE_LEVEL_CONFIG | {"use_regex": False}

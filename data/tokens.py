@@ -14,7 +14,7 @@ from .documents import suffix_of
 from .errors import DataError, errors_as_data_errors
 from .tokenizer import Tokenizer
 
-# A file of llm.c begins with a header of 256 int32: magic, version, number of tokens, padding. A
+# A file of llm.c begins with a header of 256 int32 (magic, version, number of tokens, padding); a
 # file of nanoGPT has no header, only ids as uint16.
 LLMC_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) -> dtype
 LLMC_HEADER_BYTES = 256 * 4
@@ -22,9 +22,9 @@ CHUNK_TOKENS = 2**20  # number of tokens that `iter_token_file` yields at a time
 
 
 def iter_token_file(path: Path, vocab_size: int) -> Iterator[np.ndarray]:
-    """Yield the ids of a token file in chunks. The file is a .npy file, a .bin file of llm.c (which
-    has a header), or a .bin file of nanoGPT (which has none). Raises DataError, also for an id
-    outside of the vocabulary."""
+    """Yield the ids of a token file in chunks: a .npy file, a .bin file of llm.c (which has a
+    header), or a .bin file of nanoGPT (which has none). Raises DataError, also for an id outside of
+    the vocabulary."""
     with errors_as_data_errors(path, "token file"):
         ids = _map_token_file(path)
         for start in range(0, len(ids), CHUNK_TOKENS):
@@ -58,7 +58,7 @@ def _map_token_file(path: Path) -> np.ndarray:
         return ids
     ids = np.memmap(path, "<u2", "r")
     # In a file of 32- or 64-bit ids, at least every second uint16 is a high half, and below 16, as
-    # ids are below 2**20. A thousand pairs, spread over the file, show it.
+    # ids are below 2**20, which a thousand pairs, spread over the file, show.
     pairs = ids[: len(ids) // 2 * 2].reshape(-1, 2)
     low, high = sorted(pairs[:: len(pairs) // 1000 + 1].max(0, initial=0))
     if low < 16 <= high and len(pairs) >= 48:
@@ -70,8 +70,8 @@ def _map_token_file(path: Path) -> np.ndarray:
 
 
 def take_up_to(limit: int | None, pieces: Iterable[Any]) -> Iterator[Any]:
-    """Yield `pieces` up to a total length of `limit`: characters if the pieces are strings, ids if
-    the pieces are arrays of ids. The last piece is cut to fit. None: no limit."""
+    """Yield `pieces` up to a total length of `limit` (None: no limit), the last one cut to fit.
+    Their unit is characters for strings, ids for arrays of ids."""
     left = sys.maxsize if limit is None else limit
     for piece in pieces:
         yield piece[:left]

@@ -1,4 +1,4 @@
-"""Make toy data: random ids. They need no file, and their lowest possible loss is known."""
+"""Make toy data: random ids, which need no file, and whose lowest possible loss is known."""
 
 import random
 from pathlib import Path
@@ -21,8 +21,8 @@ def make_random_walk_data(
     """Load toy data, or make them: a random walk in which each id has 4 equally likely successors.
     `seed` determines the successors and the walk.
 
-    No model can reach a loss below ln 4 = 1.386 nats. A table of bigrams reaches this loss. All ids
-    are equally frequent, so a model that has learned nothing has a loss of ln(vocab_size) nats.
+    No model can reach a loss below ln 4 = 1.386 nats, which a table of bigrams reaches. All ids are
+    equally frequent, so a model that has learned nothing has a loss of ln(vocab_size) nats.
     """
     limits = [min(count, max_tokens or count) for count in (TOY_TRAIN, TOY_VAL)]
 

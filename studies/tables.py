@@ -141,7 +141,7 @@ def format_cards(rows: Rows) -> str:
 # ---- How long a sequence may be
 
 # Model -> (card to predict the time for, memory budget, blocks per nested group). The budget is the
-# card's nominal memory, a round figure. The group size is near sqrt(n_layers).
+# card's nominal memory, a round figure, and the group size is near sqrt(n_layers).
 LENGTHS = {"gpt2": ("RTX 4090", "24GiB", 4), "gpt2-xl": ("A100", "80GiB", 7)}
 KNOBS = (  # (policy, --mlp-chunks, processes of train_sp.py)
     ("none", 1, 1),
