@@ -140,7 +140,7 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
 
 
 def check_parameters(model: MiniGPT, layout: Layout, alone: TensorByName) -> None:
-    """Raise MiniGPTError for parameters with which DDP or FSDP would fail, or wait for ever.
+    """Raise MiniGPTError for parameters with which DDP or FSDP would fail, or wait forever.
     `alone`: the step of a small model in one process."""
     named = dict(model.named_parameters())
     each = [w for block in model.blocks for w in block.parameters()]
