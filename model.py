@@ -4,7 +4,7 @@ The architecture is GPT-2's (Radford et al., 2019): learned position embeddings,
 blocks, tanh GELU, biases, and a head that shares its weight with the token embedding.
 
 Start at `MiniGPT.forward`, which runs the whole model; its call of `checkpoint` is what this
-project is about. The file needs only torch. The trainers use a subclass that saves more memory,
+project is about. The file needs only torch; the trainers use a subclass that saves more memory,
 MemorySavingGPT (memory/gpt.py): it overrides `embed`, `head_loss` and `block_calls`, and its
 results are bitwise equal except for the rounding of chunks.
 
@@ -150,7 +150,7 @@ class MiniGPT(nn.Module):
     """A language model with the architecture of GPT-2.
 
     `model(input_ids, labels)`, both (B, T) int64, returns the mean cross-entropy in nats, a scalar.
-    Labels are shifted: labels[:, t] is the token after input_ids[:, t]. Labels of -100 are ignored.
+    Labels are shifted: labels[:, t] is the token after input_ids[:, t], and -100 is ignored.
     `model(input_ids)` returns logits (B, T, V). `start`: position of the first token (train_sp.py).
 
     `kv_cache`: only in eval(). Pass {} with the first tokens of a text, then the same cache (layer
@@ -197,7 +197,7 @@ class MiniGPT(nn.Module):
         return self.head_loss(x, head_weight, labels)  # MemorySavingGPT: in chunks
 
     def checked_config(self, config: MiniGPTConfig) -> MiniGPTConfig:
-        """Return `config`. Raises ValueError if its memory settings need MemorySavingGPT."""
+        """Return `config`, or raise ValueError if its memory settings need MemorySavingGPT."""
         if (
             config.recompute not in ("none", "full")
             or config.loss_chunks > 1

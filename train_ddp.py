@@ -46,9 +46,8 @@ from trainer.torchrun import TorchrunProcess, main_and_exit
 
 
 class DDPProcess(TorchrunProcess):
-    """One of the processes that torchrun started. Each has one device and the whole model.
-
-    Raises MiniGPTError if torchrun did not start this process.
+    """One of the processes that torchrun started, each with one device and the whole model. Raises
+    MiniGPTError if torchrun did not start this process.
     """
 
     script = "train_ddp.py"

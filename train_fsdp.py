@@ -18,7 +18,7 @@ rows that it keeps. The price is communication: weights, which DDP never sends, 
 twice in each micro-batch. Gradients are sent once per step, as with DDP; until then, a process has
 whole gradients if --grad-accum-steps is above 1.
 
-Everything else is as in train_ddp.py. The results are bitwise equal with two processes or with
+Everything else is as in train_ddp.py: results are bitwise equal with two processes or with
 --reproducible-sums, and else equal up to the rounding of sums (docs/reliability.md).
 """
 
@@ -52,9 +52,8 @@ from trainer.torchrun import TorchrunProcess, main_and_exit
 
 
 class FSDPProcess(TorchrunProcess):
-    """One of N processes that torchrun started. Each has one device and 1/N of the model.
-
-    Raises MiniGPTError if torchrun did not start this process.
+    """One of N processes that torchrun started, each with one device and 1/N of the model. Raises
+    MiniGPTError if torchrun did not start this process.
     """
 
     script = "train_fsdp.py"
@@ -131,8 +130,8 @@ class FSDPProcess(TorchrunProcess):
         )
 
     def full_tensor_on_rank0(self, shard: DTensor) -> Tensor | None:
-        """Gather a sharded tensor, in all processes together. Rank 0 returns the whole tensor, on
-        the CPU; others return None."""
+        """Gather a sharded tensor, in all processes together: rank 0 returns the whole tensor on
+        the CPU, others return None."""
         tensor = shard.full_tensor()
         return tensor.cpu() if self.rank == 0 else None
 

@@ -80,8 +80,8 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
 
     Returns the losses of this process's micro-batches, (A,) with A = --grad-accum-steps, and the
     norm of the gradients before clipping, a scalar. Both stay on the device, so that Python does
-    not wait for the device; only on MPS, where Python has to read the norm, it is on the CPU.
-    Raises the errors of `retry_on_out_of_memory` if memory runs out.
+    not wait for it; only on MPS, where Python has to read the norm, the norm is on the CPU. Raises
+    the errors of `retry_on_out_of_memory` if memory runs out.
     """
     settings, process, clock = run.settings, run.process, run.clock
     for group in run.optimizer.param_groups:
@@ -209,11 +209,11 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def finish_step(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
-    """Evaluate, log and save after a step, if due. Return the log record; {} if nothing is due.
+    """Evaluate, log and save after a step, if due; return the log record, {} if nothing is due.
 
-    `losses`, `grad_norm`: the results of `train_step`. The last step of a run always has a record.
-    Raises MiniGPTError after several skipped updates in a row, and SaveError if a snapshot cannot
-    be written.
+    `losses`, `grad_norm`: the results of `train_step`. The last step always has a record. Raises
+    MiniGPTError after several skipped updates in a row, and SaveError if a snapshot cannot be
+    written.
     """
     settings, process = run.settings, run.process
     run.recent_losses.append(losses)

@@ -57,7 +57,7 @@ def epoch_permutation(seed: int, epoch: int, size: int) -> np.ndarray:
 
 
 class TrainBatches(Windows):
-    """Batches for training, without end. Each epoch has every window once, in a random order."""
+    """Batches for training, without end; each epoch has every window once, in a random order."""
 
     def __init__(
         self, tokens: Tokens, batch_size: int, seq_len: int, seed: int, device: torch.device

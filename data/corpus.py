@@ -57,7 +57,7 @@ def encode_split(
     val_ratio: float,
     max_tokens: int | None,
 ) -> dict[str, Any]:
-    """Write train.bin, val.bin and the tokenizer to `folder`. Return what meta.json says of them.
+    """Write train.bin, val.bin and the tokenizer to `folder`; return what meta.json says of them.
 
     `paths`: files for training, and files for validation. Without the latter, the last `val_ratio`
     of all ids is for validation.
@@ -113,7 +113,7 @@ def load_dataset(
             name.
 
     Several processes may call this function at the same time. Raises DataError, with exit code 3 if
-    the disk has no room for the cache. After an error the cache has no incomplete folder.
+    the disk has no room for the cache, and leaves no incomplete folder there.
     """
     name = tokenizer_name or ("toy" if use_toy_data else "gpt2" if train_data else "bpe")
     if use_toy_data and (train_data or val_data or text_key or name != "toy"):

@@ -26,7 +26,7 @@ class DataError(MiniGPTError):
 def errors_as_data_errors(path: Path, kind: str | None = None) -> Iterator[None]:
     """Convert an OSError to a DataError of one line that names `path`. If `kind` (of file) is what
     a parser expects, convert every error of the parser, too. Raises DataError for anything but a
-    file, because a pipe would wait for ever."""
+    file, because a pipe would wait forever."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise DataError(f"{path} is no file")
     try:

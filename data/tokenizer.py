@@ -1,4 +1,4 @@
-"""Convert text to ids and back with a byte-level BPE. This file trains the BPE; tiktoken runs it.
+"""Convert text to ids and back with a byte-level BPE, which this file trains and tiktoken runs.
 
 A vocabulary has three parts. `ranks`: bytes of a token -> its id; the lowest id is merged first. A
 pattern (a regular expression), which splits text into words before any merge. Special tokens, which
@@ -71,7 +71,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of `text`, uint32 (n,). "<|endoftext|>" in it is plain text. (Text from
+        """Return the ids of `text`, uint32 (n,), in which "<|endoftext|>" is plain text. (Text from
         JSON may have lone surrogates, which UTF-8 does not have: they become U+FFFD.)"""
         return np.array(self._encoding.encode_ordinary(text), np.uint32)
 
@@ -137,7 +137,7 @@ class NumberTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256(f"toy {vocab_size}".encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the numbers in `text`: uint32 (n,). Raises DataError for a word that is no id."""
+        """Return the numbers in `text`, uint32 (n,). Raises DataError for a word that is no id."""
         try:
             ids = map(range(self.vocab_size).index, map(int, text.split()))
             return np.array([*ids], np.uint32)
@@ -213,7 +213,7 @@ def format_ranks(ranks: dict[bytes, int]) -> str:
 
 
 def parse_ranks(content: bytes) -> dict[bytes, int]:
-    """Return the ranks in a .tiktoken file. Raises ValueError if it has another format.
+    """Return the ranks in a .tiktoken file, or raise ValueError if it has another format.
 
     tiktoken's own loader caches a local file by its path, without a hash, and so returns the old
     ranks of a file that has changed.

@@ -1,4 +1,4 @@
-"""Techniques that save memory in a model. This folder imports only model.py of the project.
+"""Techniques that save memory in a model; of the project, they import only model.py.
 
 gpt.py        MemorySavingGPT: MiniGPT with all these techniques, what the trainers build
 policies.py   recompute policies: the tensors that a block keeps for backward

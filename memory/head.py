@@ -152,7 +152,7 @@ def softmax_slice_rows(n_tokens: int, vocab_size: int) -> int:
 
 
 def chunk_starts(n_tokens: int, n: int) -> Iterable[int]:
-    """Return the first token of each chunk. A chunk has `n` tokens; the last may have fewer.
+    """Return the first token of each chunk of `n` tokens, of which the last may have fewer.
 
     (Chunks are alike, so planner/step.py replaces this function and runs at most three chunks.)
     """
@@ -200,7 +200,7 @@ def loss_sum_and_count(
     x (N, C), weight (V, C), labels (N,) int64. `gradients`: (grad_x, grad_weight) to fill with the
     sum's gradients. grad_x (N, C) is overwritten; grad_weight (V, C) sums all chunks: pass zeros.
 
-    Matmuls run on one chunk at a time, in autocast's precision. Softmax runs on one slice of the
+    Matmuls run on one chunk at a time, in autocast's precision, and softmax on one slice of the
     chunk at a time, in float32, so that the slice stays in a GPU's cache. The gradient of the
     logits overwrites the logits, in a buffer that all chunks share.
     """

@@ -1,7 +1,7 @@
 """Offload: store the tensors that blocks keep for backward in CPU memory, not on the GPU.
 
-With the policy `full`, each block keeps one tensor, whose offload DeepSpeed calls cpu_checkpointing
-and Unsloth does by default. Offload only copies bytes, so results stay bitwise equal.
+With the policy `full`, each block keeps one tensor. (Its offload is cpu_checkpointing in DeepSpeed,
+and the default in Unsloth.) Offload only copies bytes, so results stay bitwise equal.
 
 On a GPU the copies run at the same time as the computation, because Python only queues work in
 *streams* and does not wait for the GPU. Each stream does its work in order, and waits for another
@@ -56,7 +56,7 @@ class PinnedPool:
         self.free_buffers: dict[int, list[Tensor]] = {}  # bytes -> the free buffers of that size
 
     def acquire_buffers(self, like: Tensor) -> list[Tensor]:
-        """Return host buffers for a 1-D tensor. Raises MemoryError if memory cannot be pinned."""
+        """Return host buffers for a 1-D tensor, or raise MemoryError if memory cannot be pinned."""
         pinned = like.device.type == "cuda"  # without pinning, no copy can overlap computation
         buffers: list[Tensor] = []
         try:
@@ -120,7 +120,7 @@ class Offload:
     def wrap(
         self, run: Callable[[Tensor], Tensor], moves: bool, blocks: list[nn.Module]
     ) -> Callable[..., Tensor]:
-        """Wrap `run`, which runs `blocks`. If `moves`, offload the tensors that the blocks keep."""
+        """Wrap `run`, which runs `blocks`, and offload the tensors that they keep if `moves`."""
 
         def run_with_hooks(x: Tensor, *more: Any, **named: Any) -> Tensor:
             before, mine = self.newest, OffloadedStorages()
@@ -138,7 +138,7 @@ class Offload:
         return run_with_hooks
 
     def pack(self, tickets: OffloadedStorages, tensor: Tensor) -> Any:
-        """Return the object that autograd keeps instead of `tensor`. `unpack` restores the tensor.
+        """Return what autograd keeps instead of `tensor`, and `unpack` turns into `tensor` again.
 
         The object is a ticket (OffloadedStorage) with the tensor's size, strides and offset. All
         tensors in one storage share its ticket, so that the storage of q, k and v is copied once. A
@@ -242,7 +242,7 @@ def prefetch_all(tickets: OffloadedStorages) -> None:
 
 
 class CopyStreams:
-    """The three streams of a device. On a CPU, a stream runs each operation immediately."""
+    """The three streams of a device; on a CPU, a stream runs each operation immediately."""
 
     def __init__(self, device: torch.device):
         self.device, self.api = device, torch.cuda if device.type == "cuda" else torch.cpu

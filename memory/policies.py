@@ -1,7 +1,7 @@
 """Recompute policies: a policy chooses the tensors that a block keeps for backward.
 
-Backward of a linear layer needs the layer's input, backward of GELU needs GELU's input, and so on.
-Autograd keeps these inputs in forward. An activation checkpoint of a function f keeps only f's
+Backward of a linear layer needs the layer's input, backward of GELU needs GELU's input, and so on:
+autograd keeps these inputs in forward. An activation checkpoint of a function f keeps only f's
 input x, and none of the tensors inside f; when backward needs the first of those tensors, the
 checkpoint calls f(x) again (scripts/checkpoint_from_scratch.py shows how). A policy chooses which
 parts of a block run in activation checkpoints. Two rules determine the cost of a checkpoint:
@@ -162,7 +162,7 @@ class View:
 
 
 def run_policy(policy: Callable, block: Any, x: Tensor, *more: Any, **named: Any) -> Tensor:
-    """Run a block under `policy`. `more`, `named`: the other arguments of the block's forward."""
+    """Run a block under `policy`, with `more` and `named`, the other arguments of its forward."""
     return policy(View(block, more=more, named=named), x)
 
 
@@ -266,7 +266,7 @@ def sizes_of_chunks(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
 
 
 def recompute_attention(block: Any, x: Tensor) -> Tensor:
-    """Recompute the attention half. (--recompute-modules core_attn of Megatron-LM keeps qkv.)"""
+    """Recompute the attention half (Megatron-LM's --recompute-modules core_attn keeps qkv)."""
     half = partial(activation_checkpoint, block.attention, has_dropout=block_has_dropout(block))
     return View(block, attention=half)(x)
 
@@ -276,12 +276,12 @@ class AttentionCalled(Exception):
 
 
 def end_at_attention(*inputs: Any, **named: Any) -> Tensor:
-    """Take the place of `attention`. Raises AttentionCalled."""
+    """Raise AttentionCalled, in the place of `attention`."""
     raise AttentionCalled(inputs, named)
 
 
 def keep_qkv_and_attention(block: Any, x: Tensor) -> Tensor:
-    """Keep x, qkv and attention's result. Recompute LayerNorms, attn.c_proj and the MLP half."""
+    """Keep x, qkv and attention's result; recompute LayerNorms, attn.c_proj and the MLP half."""
     half = partial(View, block, ln_1=defer(block.ln_1))
     # The attention half without c_proj.
     attn = View(block.attn, qkv=to_matmul(block.attn.qkv), c_proj=lambda y: y)
@@ -490,7 +490,7 @@ def recompute_plan_of_config(config: Any) -> RecomputePlan:
 
 
 def format_recompute_plan(recompute: RecomputePlan) -> str:
-    """Return the shortest policy string for `recompute`. Raises ValueError if none exists."""
+    """Return the shortest policy string for `recompute`, or raise ValueError if none exists."""
     policies, group, nested, offload = recompute
     first, rest = policies[0], policies[-1]
     n = policies.index(rest) if rest != first else len(policies)
@@ -504,7 +504,7 @@ def format_recompute_plan(recompute: RecomputePlan) -> str:
 
 @cache  # return the same object again: torch.compile would compile again for a new object
 def make_policy_function(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..., Tensor] | None:
-    """Return the function for `block(x, policy=...)`. None: call `block(x)` without a policy."""
+    """Return the function for `block(x, policy=...)`, or None for `block(x)` without a policy."""
     entry = POLICIES[policy]
     call = entry.forward
     if entry.supports_mlp_chunks and mlp_chunks != 1:
@@ -523,9 +523,9 @@ def run_group_as_one_block(
     block has a checkpoint of its own inside: the group's recomputation keeps only the inputs of its
     blocks, and backward recomputes one block at a time.
 
-    With L blocks, `full` keeps L inputs. Nested groups keep L / K inputs in forward and K more in
-    backward, a sum that is least for K = sqrt(L) (Chen et al., 2016, arXiv 1604.06174). They repeat
-    (K - 1) / K of a forward more than `full`: a group runs again without its last block.
+    With L blocks, `full` keeps L inputs, but nested groups keep L / K inputs in forward and K more
+    in backward, a sum that is least for K = sqrt(L) (Chen et al., 2016, arXiv 1604.06174). They
+    repeat (K - 1) / K of a forward more than `full`: a group runs again without its last block.
     """
     for block in blocks:
         call = partial(block, **named)

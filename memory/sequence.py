@@ -8,8 +8,8 @@ one all-to-all exchanges tokens for heads before attention, and another exchange
     all T tokens, this rank's h heads     (B, T, 3hD)    -> attention -> (B, T, hD)
     this rank's t tokens, all H heads     (B, t, C)
 
-For each sequence and block, a rank sends 3Ct + hDT elements in forward and Ct + 3hDT in backward.
-If backward recomputes attention, it sends 3Ct + hDT more. If N divides T and H, each sum is 4CT/N.
+For each sequence and block, a rank sends 3Ct + hDT elements in forward and Ct + 3hDT in backward,
+and 3Ct + hDT more if backward recomputes attention. If N divides T and H, each sum is 4CT/N.
 
 Shapes: B batch size, T tokens, C channels, H heads, D = C / H; t tokens and h heads of this rank.
 """
@@ -29,7 +29,7 @@ AllToAllFn = Callable[[Tensor, list[int], list[int]], Tensor]
 
 
 def split_evenly(n: int, world_size: int) -> list[int]:
-    """Split `n` things over ranks: return a number per rank. The first ranks may have one more."""
+    """Split `n` things over ranks: return a number per rank; the first may be one larger."""
     return [n // world_size + (i < n % world_size) for i in range(world_size)]
 
 
@@ -37,13 +37,13 @@ class SequenceShard:
     """This rank's part of each sequence: its tokens, and its heads in attention."""
 
     def __init__(self, rank: int, world_size: int, n_heads: int, all_to_all: AllToAllFn):
-        """Set up the part of rank `rank`. `all_to_all` exchanges elements with all ranks."""
+        """Set up the part of rank `rank`; `all_to_all` exchanges elements with all ranks."""
         self.rank, self.all_to_all = rank, all_to_all
         self.heads = split_evenly(n_heads, world_size)  # number of heads per rank
         self.tokens: list[int] = []  # number of tokens per rank; empty: sequences are not shared
 
     def start_sharding(self, T: int) -> slice:
-        """Share sequences of `T` tokens from now on. Return the slice of this rank's tokens."""
+        """Share sequences of `T` tokens from now on, and return the slice of this rank's tokens."""
         self.tokens = split_evenly(T, len(self.heads))
         return slice(self.token_offset, self.token_offset + self.tokens[self.rank])
 
@@ -103,11 +103,9 @@ class SequenceShard:
         return y.flatten(2)
 
     def all_to_all_sizes(self, numbers: int) -> tuple[list[int], list[int]]:
-        """Return two lists with a number of elements for each rank.
-
-        The first list is for this rank's tokens in each rank's heads. The second list is for each
-        rank's tokens in this rank's heads. `numbers`: number of elements per token and head.
-        """
+        """Return two lists with a number of elements for each rank: those of this rank's tokens in
+        each rank's heads, and those of each rank's tokens in this rank's heads. `numbers`: number
+        of elements per token and head."""
         t, h = self.tokens[self.rank], self.heads[self.rank]
         of_heads = [t * heads * numbers for heads in self.heads]
         return of_heads, [tokens * h * numbers for tokens in self.tokens]

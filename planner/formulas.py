@@ -19,7 +19,7 @@ def closed_form_bytes_by_part(
     seq_len: int,
     precision: torch.dtype,
 ) -> dict[str, int]:
-    """Return the bytes of each part of a training step. `Planner` counts the same bytes.
+    """Return the bytes of each part of a training step, the same that `Planner` counts.
 
     `precision`: dtype of autocast; float32: no autocast. In the formulas, a is the bytes per
     element of an activation: 2 under autocast, else 4. T_max is max_position_embeddings.

@@ -87,7 +87,7 @@ class Op(NamedTuple):
 
 
 class OpRecorder(TorchDispatchMode):
-    """Dispatch mode that records operators and storages. It keeps no tensor alive.
+    """Dispatch mode that records operators and storages, without keeping a tensor alive.
 
     Args:
         sources: finds the call site of each operator; None: do not record call sites.
@@ -261,7 +261,7 @@ class OpRecorder(TorchDispatchMode):
 
 
 def bytes_spanned_in_storage(tensor: Tensor) -> int:
-    """Return the bytes that a tensor occupies in its storage. (An expanded row is stored once.)"""
+    """Return the bytes that a tensor occupies in its storage, where an expanded row counts once."""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     span = 1 + sum((n - 1) * stride for n, stride in dims)
     return tensor.itemsize * max(0, min(span, tensor.numel()))

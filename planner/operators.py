@@ -29,10 +29,10 @@ LEFT_MATRIX_ARGUMENT_BY_OP = {
 EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 # Operators that write their argument without reading its old values.
 WRITE_ONLY_OPS = {"copy_", "fill_", "zero_", "normal_"}
-# (operator, argument) to which the operator writes by torch's schema, but which it only reads
-# without a GradScaler.
+# (operator, argument): by torch's schema the operator writes to it, but without a GradScaler it
+# only reads it.
 ONLY_READ_ARGUMENTS = {("_fused_adamw_", "grads")}
-# (operator, argument) of which the operator reads or writes only as many elements as it looks up or
+# (operator, argument): the operator reads or writes only as many of its elements as it looks up or
 # adds.
 INDEXED_ARGUMENTS = {
     ("embedding", "weight"), ("gather", "self"), ("index_select", "self"), ("index", "self"),

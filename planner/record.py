@@ -197,7 +197,7 @@ def name_of_result(op: Op, i: int, dtype: torch.dtype) -> str:
 
 
 def read_source_line(line: str) -> str:
-    """Return the code of a line without its comment. `line`: its place, such as "model.py:106"."""
+    """Return the code at the place `line`, such as "model.py:106", without its comment."""
     file, _, number = line.partition(":")
     return linecache.getline(str(PROJECT_FOLDER / file), int(number or 0)).split("#")[0].strip()
 

@@ -31,11 +31,12 @@ bfloat16 before it sends them. Backward makes the full gradients of linear layer
 they are float32 while they wait for more micro-batches, and when they are summed over processes.
 
 `add_shards` adds this memory to the record of a step, whose operators show when each block runs.
-The planned memory equals what torch's FSDPMemTracker counts, to the byte. (The tracker does not see
-gloo's buffers.) The table above follows torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py;
-torch 2.11 and torch 2.13 were measured, and take the same number of bytes. The table also holds on
-a GPU, where the copies run on separate streams, because Python allocates in the same order as on a
-CPU. Weights that an optimizer gathers are not counted (Muon's, a few full matrices at a time).
+The planned memory equals what torch's FSDPMemTracker counts, to the byte, except for gloo's
+buffers, which the tracker does not see. The table above follows
+torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py; torch 2.11 and torch 2.13 were measured,
+and take the same number of bytes. The table also holds on a GPU, where the copies run on separate
+streams, because Python allocates in the same order as on a CPU. Weights that an optimizer gathers
+are not counted (Muon's, a few full matrices at a time).
 """
 
 from collections.abc import Iterable

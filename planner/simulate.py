@@ -80,9 +80,9 @@ def recording_simulated_ops(
     """Record the operators that run on fake tensors in this context; yield the recorder.
 
     The fake tensors are always on a CPU. For "cuda", stand-ins for dropout and attention save the
-    same tensors as the fused kernels, and kernel workspaces are added. For "mps" dropout and
-    attention are not fused, as in real training. `sources`: finds the call sites that the recorder
-    stores; None: store no call sites. `card_name`: the planned card; None: this machine's.
+    same tensors as the fused kernels, and kernel workspaces are added; for "mps" both are not
+    fused, as in real training. `sources`: finds the call sites that the recorder stores; None:
+    store no call sites. `card_name`: the planned card; None: this machine's.
     """
     on_cuda = device_type == "cuda"
     with (

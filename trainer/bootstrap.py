@@ -1,4 +1,4 @@
-"""Prepare a process before `import torch`. All trainers and commands import this file first.
+"""Prepare a process before `import torch`; all trainers and commands import this file first.
 
 This file should run as early as possible, so it imports little, and only from the standard library.
 Before it has run, Ctrl-C has the effect that it has in every Python program, and a process does not

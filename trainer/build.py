@@ -80,7 +80,7 @@ def run_safely(
             run.process.from_rank0(finish_wandb)
             return code
     except KeyboardInterrupt:
-        print("\nstopped; --resume goes on from the last snapshot, if any", file=sys.stderr)
+        print("\nstopped; --resume continues from the last snapshot, if any", file=sys.stderr)
         return 130
     except Exception as error:
         line, code = describe_error(error, settings, run)
@@ -91,7 +91,7 @@ def run_safely(
 
 
 def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
-    """Call `train` and print the last lines of the run. Return the exit code: 0, 3 if the
+    """Call `train`, print the last lines of the run, and return the exit code: 0, 3 if the
     validation loss is not finite, or 128 + signal number."""
     settings, say = run.settings, run.process.print0
     if run.step >= settings.num_steps:
@@ -113,7 +113,7 @@ def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
     if not math.isfinite(record["val_loss"]):
         print_error_once(
             f"the validation loss is not finite after the last step, {run.step}: try a lower --lr "
-            f"than {settings.lr:.2g}; the weights in {settings.checkpoint_path} are of no use"
+            f"than {settings.lr:.2g}; the weights in {settings.checkpoint_path} are useless"
         )
         return 3
     text = sample_text(run)  # on all ranks, because the forward of a sharded model needs all
@@ -133,7 +133,7 @@ def choose_start(
     trains anything. Raises MiniGPTError for a mistake.
     """
     if settings.resume and "init_from" in settings.typed:
-        raise MiniGPTError("--init-from starts a run and --resume goes on with one: leave one out")
+        raise MiniGPTError("--init-from starts a run and --resume continues one: leave one out")
     resumed = None
     if settings.resume:
         resumed = resume.load_newest(settings.checkpoint_path)

@@ -171,7 +171,7 @@ def make_clock(
     optimizer: torch.optim.Optimizer,
     predicted: tuple[int, int] | None,
 ) -> StepClock:
-    """Return the clock of a run. On rank 0 it measures the peak and profiles.
+    """Return the clock of a run, which measures the peak and profiles on rank 0 only.
 
     Compiled blocks are not measured on a CPU, where a TorchDispatchMode would make them run
     eagerly, nor are sharded models, because the mode does not see how shards are gathered.

@@ -46,7 +46,7 @@ def choose_device(name: str) -> torch.device:
 def choose_precision(
     settings: Settings, device: torch.device, native: bool | None = None
 ) -> torch.dtype:
-    """Return the dtype of autocast. float32 means no autocast.
+    """Return the dtype of autocast, where float32 means no autocast.
 
     Without --no-amp and --amp-dtype, the dtype is bfloat16 if the CPU or the CUDA GPU supports it
     in hardware, else float16 on CUDA, else float32. bfloat16 has the range of float32, so it needs
@@ -131,8 +131,8 @@ def compile_blocks(model: MemorySavingGPT) -> None:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile a small function. Raises MiniGPTError if torch.compile does not work on this machine:
-    it needs a C++ compiler or Triton, and a folder for its results."""
+    """Compile a small function, or raise MiniGPTError if torch.compile does not work on this
+    machine: it needs a C++ compiler or Triton, and a folder for its results."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
     except (RuntimeError, OSError) as error:

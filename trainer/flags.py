@@ -154,8 +154,8 @@ def snapshot_path(text: str) -> Path:
 
 
 def output_file(text: str) -> Path:
-    """Parse the path of a file to write (argparse type). Check now that the file can be written,
-    before the program spends hours on its content."""
+    """Parse the path of a file to write (argparse type), and check that it can be written before
+    the program spends hours on its content."""
     path = Path(text)
     target = path if os.path.exists(path) else path.parent
     if os.path.isdir(path) or not os.access(target, os.W_OK):

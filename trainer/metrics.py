@@ -58,8 +58,8 @@ def open_metrics(path: Path, resumed_step: int) -> Write:
     """Return the writer of metrics.jsonl (one JSON object per line), which passes each line to
     the operating system before it returns.
 
-    A new run (`resumed_step` 0) begins a new file. A resumed run drops the lines of steps after
-    `resumed_step`, because those steps will be repeated, and continues the file. Both this function
+    A new run (`resumed_step` 0) begins a new file; a resumed run continues the file without the
+    lines of steps after `resumed_step`, because those steps will be repeated. Both this function
     and the writer raise SaveError if they cannot write.
     """
     records = read_metrics(path) if resumed_step and path.exists() else []
@@ -128,7 +128,7 @@ def logger_errors(name: str) -> Iterator[None]:
 def open_tensorboard(settings: Settings, identity: State, step: int, say: Say) -> Write:
     """Return the writer of a TensorBoard log in the folder `RUN.tensorboard` beside the snapshot.
 
-    `step`: the last step that is done. Later ones are purged, because they will be repeated.
+    `step`: the last step that is done; later ones are purged, because they will be repeated.
     """
     from torch.utils.tensorboard import SummaryWriter
 
@@ -189,7 +189,7 @@ OPENERS = {"tensorboard": open_tensorboard, "wandb": open_wandb}
 
 
 def open_logger(settings: Settings, identity: State, step: int, say: Say) -> Write:
-    """Return the writer of the logger --log-to. Both raise SaveError: see `logger_errors`."""
+    """Return the writer of the logger --log-to, which raises SaveError as this function does."""
     with logger_errors(settings.log_to):
         write_numbers = OPENERS[settings.log_to](settings, identity, step, say)
     return logger_errors(settings.log_to)(write_numbers)
@@ -223,8 +223,8 @@ def format_loss(loss: float) -> str:
 
 
 def format_validation(record: LogRecord) -> str:
-    """Return a record's validation loss as text: "2.1000 ppl 8.17 (2.200 bits/byte)". Bits per byte
-    are left out if the record has none."""
+    """Return a record's validation loss as text: "2.1000 ppl 8.17 (2.200 bits/byte)", without bits
+    per byte if the record has none."""
     bits = record["val_bits_per_byte"]
     return format_loss(record["val_loss"]) + (f" ({bits:.3f} bits/byte)" if bits else "")
 

@@ -69,7 +69,7 @@ def make_optimizer(
 def make_param_groups(model: MiniGPT, settings: Settings) -> Groups:
     """Return the optimizer's groups of parameters.
 
-    Weight decay pulls matrices and embeddings towards zero. Biases and LayerNorm gains get none,
+    Weight decay pulls matrices and embeddings towards zero, but not biases and LayerNorm gains,
     because they have no reason to be small.
     """
     groups = defaultdict[tuple[str, bool], list[Tensor]](list)
@@ -127,7 +127,7 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have gradients. `closure` is not supported."""
+        """Update all parameters that have gradients; `closure` is not supported."""
         self.make_state()
         for updates in self.updates_by_kind().values():
             for update in updates:
@@ -204,8 +204,8 @@ class LeanOptimizer(torch.optim.Optimizer):
 def orthogonalize_shard(rows: Tensor, like: Tensor) -> Tensor:
     """Return this process's rows of an orthogonalized matrix (A, B).
 
-    `rows`: this process's rows of the matrix. `like`: a parameter of its shape. If `like` is
-    sharded, all processes first gather the whole matrix.
+    `rows`: this process's rows of the matrix. `like`: a parameter of its shape; if it is sharded,
+    all processes first gather the whole matrix.
     """
     if not is_sharded(like):
         return orthogonalize(rows)
@@ -276,7 +276,7 @@ def initial_param_state(
 def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Tensor:
     """Do one step of the optimizer, without effect if the scalar `grad_norm` is not finite.
 
-    `grad_norm` is the norm of all gradients. Return `grad_norm`, on MPS as a tensor on the CPU.
+    Return `grad_norm`, the norm of all gradients, on MPS as a tensor on the CPU.
 
     The fused kernel reads the number `found_inf` on the device: if it is 1, the kernel leaves
     weights, moments and step count unchanged, and so does LeanOptimizer's Muon. torch has

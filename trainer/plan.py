@@ -2,7 +2,8 @@
 --use-activation-checkpoint auto.
 
 planner/ simulates steps and finds the fastest policy. A `StepPlan` asks it about the settings of a
-run; with another policy it is another StepPlan. (scripts/plans.py has what only commands ask.)
+run with one policy; with another policy it is another StepPlan. (scripts/plans.py has what only
+commands ask.)
 """
 
 import shlex
@@ -133,8 +134,8 @@ class StepPlan:
 
     @property
     def planner(self) -> Planner:
-        """The planner of these settings. Plans that differ only in batch size and recompute policy
-        share one, which remembers its answers."""
+        """The planner of these settings, which remembers its answers; plans that differ only in
+        batch size and recompute policy share it."""
         settings, steps = self.settings, self.settings.grad_accum_steps
         shared = settings.replace(
             batch_size=1,

@@ -63,9 +63,9 @@ LEFT_OUT = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
 
 
 def renamed_and_transposed(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
-    """Return `tensors` under other names. With `names` = TRANSFORMERS_TO_MINIGPT, names of
-    transformers become names of MiniGPT; with MINIGPT_TO_TRANSFORMERS, the reverse. Example:
-    `h.3.ln_1.bias` <-> `blocks.3.ln_1.bias`.
+    """Return `tensors` under other names: with `names` = TRANSFORMERS_TO_MINIGPT, names of
+    transformers become names of MiniGPT (`h.3.ln_1.bias` -> `blocks.3.ln_1.bias`), with
+    MINIGPT_TO_TRANSFORMERS the reverse.
 
     The matrices of a block are returned as transposed views: they are (in, out) in transformers,
     and (out, in) in MiniGPT.
@@ -106,7 +106,7 @@ def import_safetensors() -> ModuleType:
 
 
 def read_transformers_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Tensor], Tokenizer]:
-    """Read a transformers folder. Return config, weights under MiniGPT's names, and tokenizer.
+    """Return config, weights under MiniGPT's names, and tokenizer of a transformers folder.
 
     The weights are memory-mapped from the file: do not write to them. Raises DataError if the
     folder is incomplete, or if MiniGPT cannot compute its model.
@@ -134,7 +134,7 @@ def read_transformers_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Ten
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Trained weights with their config and tokenizer. `open_pretrained` has checked that the
+    """Trained weights with their config and tokenizer; `open_pretrained` has checked that the
     weights are complete and finite."""
 
     path: Path

@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 
 class OneProcess:
-    """One process with one device. Each object of a subclass is one of several processes."""
+    """One process with one device; an object of a subclass is one of several processes."""
 
     script = "train_minimal.py"
     launcher: tuple[str, ...] = ("python",)  # what stands before the script in a command line
     failed_policy = ""  # with which memory ran out, before torchrun started the job again
 
     def __init__(self, device: torch.device, layout: Layout = ONE_PROCESS):
-        """Set up a process that computes on `device`. `layout`: what the processes share."""
+        """Set up a process that computes on `device` and shares with others what `layout` says."""
         self.device, self.layout, self.rank = device, layout, layout.rank
         # The command that started this process, without flags, and with the script as it was typed
         typed = sys.argv[0] if os.path.basename(sys.argv[0]) == self.script else self.script

@@ -48,7 +48,7 @@ class GradientTree:
 
     @contextmanager
     def micro_batch(self, index: int) -> Iterator[None]:
-        """Context of forward and backward of micro-batch `index`, 0 .. n - 1. After the last one
+        """Context of forward and backward of micro-batch `index`, 0 .. n - 1; after the last one
         `.grad` holds the sums."""
         for parameter, sums in self.pending.items() if index == 0 else ():
             if sums:  # of a step that ran out of memory, and is repeated

@@ -41,7 +41,7 @@ def make_scaler(device: torch.device, precision: torch.dtype) -> torch.amp.GradS
 
 @dataclass
 class Run:
-    """State of one training run. The loop and its functions share it."""
+    """State of one training run, which the loop and its functions share."""
 
     settings: Settings
     process: OneProcess

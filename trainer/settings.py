@@ -1,9 +1,9 @@
 """The settings of a run: one table of flags, and the values of one command line.
 
-A field of `Settings` is a flag. Its row holds the default, how the text is read, the help, and its
-rules: may the flag change at --resume, may it differ between ranks. A new flag is a row here, the
-line that uses the value, and a line in docs/flags.md. Settings are frozen: `resolve` and `replace`
-return new ones.
+A field of `Settings` is a flag, whose row holds the default, how the text is read, the help, and
+its rules: may the flag change at --resume, may it differ between ranks. A new flag is a row here,
+the line that uses the value, and a line in docs/flags.md. Settings are frozen: `resolve` and
+`replace` return new ones.
 """
 
 import argparse
@@ -264,7 +264,7 @@ class Settings:
         rules=Rule.PER_RANK | Rule.THIS_START, metavar="FILE",
         help="file of the newest snapshot (default: {default})")
     resume: bool = row(False, bool, rules=Rule.THIS_START,
-        help="go on from --checkpoint-path, with the flags of that run; typed flags override them")
+        help="continue from --checkpoint-path with the flags of that run; typed flags override them")
     sample_tokens: int = row(128, COUNT_OR_ZERO,
         help="tokens of the sample text at the end, 0 = none (default: {default})")
     log_to: str = row("none", ("none", "tensorboard", "wandb"), rules=Rule.PER_RANK,
@@ -322,12 +322,12 @@ class Settings:
         return cls(**{**defaults, **typed}, typed=typed)
 
     def replace(self: S, **changes: Any) -> S:
-        """Return a copy with other values. Which flags were typed does not change."""
+        """Return a copy with other values, in which the same flags count as typed."""
         return replace(self, **changes)
 
     def words(self, **changes: Any) -> list[str]:
         """Return the command-line words of the typed flags, and then of `changes`, flags with new
-        values. The value None removes a flag."""
+        values, of which None removes a flag."""
         kept = {name: value for name, value in self.typed.items() if name not in changes}
         return to_words(kept | changes)
 

@@ -1,6 +1,5 @@
-"""Stop a run: because of a signal, because its updates are not finite, or because of an error.
-
-A printed line says how to go on.
+"""Stop a run because of a signal, updates that are not finite, or an error, with a line that says
+how to continue.
 """
 
 import os
@@ -79,7 +78,7 @@ def count_skipped_update(run: Run, grad_norm: Tensor) -> None:
 
 
 def check_skipped_updates(run: Run) -> int:
-    """Wait for the last step. Return how many updates were skipped in a row, up to that step.
+    """Wait for the last step, and return how many updates were skipped in a row up to it.
 
     Prints a warning if updates were skipped since the last call. Raises MiniGPTError after 3 skips
     in a row; with float16, after 20.
@@ -109,7 +108,7 @@ def check_skipped_updates(run: Run) -> int:
 
 
 def describe_error(error: Exception, settings: Settings, run: Run | None) -> tuple[str, int]:
-    """Return the line and the exit code with which `error` ends a run. Raise `error` if it is a
+    """Return the line and the exit code with which `error` ends a run; raise `error` if it is a
     bug. `run`: None if the run has not started, or has ended."""
     hint = f"; {resume_hint(run)}" if run else ""
     if isinstance(error, MiniGPTError):

@@ -7,8 +7,8 @@ A run never overwrites the files of another run. Before it writes anything, it c
 A snapshot is a dict of tensors and of Python's basic types, which `torch.save` writes with a
 checksum of all bytes at the end of the file. `torch.load` reads it with `weights_only=True`, so
 that opening a file from another person never runs code in the file. The newest snapshot is at
-`--checkpoint-path`. Two more files beside it have the same stem: `.prev.pt` is the previous
-snapshot, and `.best.pt` is the one with the lowest validation loss.
+`--checkpoint-path`, beside two more files of the same stem: `.prev.pt`, the previous snapshot, and
+`.best.pt`, the one with the lowest validation loss.
 
 A step is evaluated and logged before the newest snapshot is saved. The key `run` holds the id of
 the run, by which a run that torchrun has restarted recognises its own snapshots
@@ -44,11 +44,11 @@ SIBLING_SUFFIXES = (".prev.pt", ".best.pt", ".metrics.jsonl", ".trace.json", ".t
 
 
 class SnapshotError(MiniGPTError):
-    """A snapshot cannot be written, read or resumed. The message gives the reason and a remedy."""
+    """A snapshot cannot be written, read or resumed; the message gives the reason and a remedy."""
 
 
 class SaveError(MiniGPTError):
-    """A save failed, because the disk is full or gone. Earlier snapshots are unchanged."""
+    """A save failed, because the disk is full or gone; earlier snapshots are unchanged."""
 
 
 def sibling_path(path: Path, suffix: str) -> Path:
@@ -158,7 +158,7 @@ def read_snapshot(path: Path) -> State:
     `torch.load` would accept a flipped bit in a weight. Raises SnapshotError if the file is
     missing, damaged, or no snapshot of this trainer.
     """
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would wait for ever
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would wait forever
         raise SnapshotError(f"{path} is no file")
     try:
         with open(path, "rb") as file:
@@ -285,8 +285,8 @@ def rename_older_run(path: Path, files: list[Path]) -> Path | None:
 
 
 def unused_path(path: Path, suffix: str) -> Path:
-    """Try the paths `runSUFFIX.pt`, `runSUFFIX-2.pt`, ... in turn. Return the first path at which
-    no run has files."""
+    """Return the first of the paths `runSUFFIX.pt`, `runSUFFIX-2.pt`, ... at which no run has
+    files."""
     numbered = chain([""], (f"-{number}" for number in count(2)))
     names = (sibling_path(path, f"{suffix}{number}.pt") for number in numbered)
     return next(name for name in names if not any(map(os.path.lexists, files_of_run(name))))

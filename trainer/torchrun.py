@@ -33,7 +33,7 @@ FAILED_POLICY = "minigpt/shortage"  # key in torchrun's store
 
 
 class TorchrunProcess(OneProcess):
-    """A process that torchrun started. Environment variables give its rank and rank 0's address."""
+    """A process that torchrun started; the environment has its rank and rank 0's address."""
 
     kind = "ddp"  # of the processes' Layout
     launcher = ("torchrun", "...")  # "...": its own flags, which its processes do not see
@@ -72,7 +72,7 @@ class TorchrunProcess(OneProcess):
             self.store.set(FAILED_POLICY, policy)
 
     def local_device(self, name: str) -> torch.device:
-        """Return this process's device for --device `name`. No two processes have the same GPU.
+        """Return this process's device for --device `name`: no two processes have the same GPU.
 
         Raises MiniGPTError if there are more processes than GPUs, or if the device cannot be used.
         """
@@ -176,7 +176,7 @@ def peer_failure_message(error: Exception) -> str | None:
 
 
 def main_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Run `main` and exit with its code. End this process without Python's own clean-up.
+    """Run `main` and exit with its code, without Python's own clean-up.
 
     After an error, the clean-up would wait for a collective with other processes, which in turn
     wait for this process. (torchrun sees the exit code and ends them.) After a success, it could
