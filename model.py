@@ -250,8 +250,8 @@ class MiniGPT(nn.Module):
     def stream_tokens(
         self, input_ids: Tensor, max_new_tokens: int, use_cache: bool = True, **sampling: Any
     ) -> Iterator[Tensor]:
-        """Yield tokens (B, 1) after `input_ids` (B, T >= 1). `use_cache` False: compute all tokens
-        again for each new one. `sampling`: see `sample_next_ids`."""
+        """Yield tokens (B, 1) after `input_ids` (B, T >= 1), each from all tokens computed again
+        unless `use_cache`. `sampling`: see `sample_next_ids`."""
         limit, was_training = self.config.max_position_embeddings, self.training
         self.eval()
         ids, next_ids, kv_cache = input_ids, input_ids, dict[int, list[Tensor]]()

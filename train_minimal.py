@@ -130,10 +130,9 @@ def accumulate(run: Run) -> list[Tensor]:
                 loss = run.wrapped_model(input_ids, labels)
             losses.append(loss.detach())
             clock.begin_phase("backward")
-            # Backward adds to `.grad`, from where `gradient_tree` takes each gradient only with
-            # --reproducible-sums. Each loss is divided by the number of micro-batches in the sum;
-            # an infinite loss gets NaN gradients, so that no update follows. The scaler acts only
-            # with float16.
+            # Backward adds to `.grad`. (`gradient_tree` acts only with --reproducible-sums, the
+            # scaler only with float16.) Each loss is divided by the number of micro-batches in the
+            # sum. An infinite loss gets NaN gradients, so that no update follows.
             n_summed = n_global if settings.reproducible_sums else len(ids)
             loss = nan_grads_if_infinite(loss) / n_summed
             run.scaler.scale(loss).backward()

@@ -1,5 +1,5 @@
-"""Cut ids into batches. A batch is a function of (tokens, seed, index) alone, so a snapshot need
-not hold a position in the data.
+"""Cut ids into batches, each a function of (tokens, seed, index) alone, so that a snapshot need not
+hold a position in the data.
 
 B = batch size (sequences), T = sequence length (tokens). A window is T + 1 consecutive tokens, of
 which the first T are the inputs and the last T the labels. The next window begins T tokens later. A
@@ -28,8 +28,8 @@ class Windows:
         kind: str,
         remedy: str,
     ) -> None:
-        """`kind`: "training" or "validation". `remedy`: how to have more tokens. Raises DataError
-        if there are not seq_len + 1 tokens."""
+        """Raises DataError if there are not seq_len + 1 tokens, with `kind` ("training" or
+        "validation") and `remedy` (how to have more) in its message."""
         if len(tokens) <= seq_len:
             raise DataError(
                 f"--seq-len {seq_len} needs {seq_len + 1} {kind} tokens, the data have "
@@ -88,13 +88,13 @@ class TrainBatches(Windows):
 
 class ValBatches(Windows):
     """Batches for validation: a fixed set of windows in a fixed order, which does not depend on the
-    batch size. If `max_tokens` limits them, they are spread evenly over the split."""
+    batch size, and which is spread evenly over the split if `max_tokens` limits it."""
 
     def __init__(
         self, tokens: Tokens, batch_size: int, seq_len: int, max_tokens: int, device: torch.device
     ) -> None:
-        """`max_tokens`: limit for the input tokens of all windows; 0: no limit. At least one window
-        is chosen."""
+        """`max_tokens`: limit for the input tokens of all windows, of which at least one is chosen;
+        0: no limit."""
         super().__init__(
             tokens,
             batch_size,

@@ -67,7 +67,7 @@ def encode_split(
     count = Counter(documents=0, empty=0)
     (folder / RANKS).write_text(format_ranks(tokenizer.ranks))
     pieces, val_pieces = (iter_ids(p, tokenizer, text_key, count) for p in paths)
-    # (So many ids give `max_tokens` to each split.)
+    # (With so many ids, each split has `max_tokens`.)
     limit = max_tokens and int(max_tokens / min(val_ratio, 1 - val_ratio)) + 1
     train.write(pieces, limit)
     n = n_train = len(train)

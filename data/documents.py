@@ -58,8 +58,8 @@ def _text_of_line(line: bytes, text_key: str) -> str | None:
 
 
 def iter_chunked_documents(path: Path, text_key: str = "text") -> Iterator[Iterator[str]]:
-    """Yield the documents of a file: the string `text_key` in each line of JSON Lines, or else the
-    whole file. Each document is an iterator over chunks of text.
+    """Yield the documents of a file, each an iterator over chunks of text: the string `text_key` in
+    each line of JSON Lines, or else the whole file.
 
     Raises DataError, which names the file and the line or the byte.
     """

@@ -26,7 +26,7 @@ SKIPPED_STDLIB_FOLDERS = set(
 
 
 def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
-    """Return the files that `names` name (files, folders, patterns), in the order of `names`. A
+    """Return the files that `names` name (files, folders, patterns), in the order of `names`; a
     file to which several paths lead is taken once.
 
     In a folder, only files of a known suffix are taken, and `say` prints one line about the others.

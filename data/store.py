@@ -1,4 +1,4 @@
-"""The token cache on disk: folders of files that are complete, whole, and made once.
+"""The token cache on disk: folders of files that are complete, undamaged, and made once.
 
 Of several processes that need a folder, one builds it and the others wait, so that none ever reads
 an incomplete folder.

@@ -223,7 +223,7 @@ def parse_ranks(content: bytes) -> dict[bytes, int]:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return a tokenizer that needs no training. `name`: "byte", the name of an encoding of
+    """Return a tokenizer that needs no training, by its `name`: "byte", the name of an encoding of
     tiktoken, or the path of a .tiktoken file.
 
     Raises DataError if the name is unknown, or if the vocabulary is not on this machine and cannot

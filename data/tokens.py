@@ -105,8 +105,8 @@ class Tokens:
             file.writelines(ids.astype(self.dtype).tobytes() for ids in bar)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Read ids `start` .. `stop` - 1: int64 (stop - start,). Raises DataError if the file was
-        deleted, cut off or overwritten."""
+        """Read the ids from `start` to before `stop`: int64 (stop - start,). Raises DataError if
+        the file was deleted, cut off or overwritten."""
         with errors_as_data_errors(self.path):
             offset = start * self.dtype.itemsize
             ids = np.fromfile(self.path, self.dtype, stop - start, offset=offset)
@@ -117,8 +117,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Token ids for training and validation, and their tokenizer. `fingerprint` (hex): equal for
-    equal ids and an equal tokenizer."""
+    """Token ids for training and validation, and their tokenizer, with a `fingerprint` (hex) that
+    is equal for equal ids and an equal tokenizer."""
 
     train_tokens: Tokens
     val_tokens: Tokens

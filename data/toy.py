@@ -18,8 +18,8 @@ TOY_TRAIN, TOY_VAL = 1_000_000, 100_000
 def make_random_walk_data(
     vocab_size: int, max_tokens: int | None, seed: int, cache_dir: Path, say: Say
 ) -> Dataset:
-    """Load toy data, or make them: a random walk in which each id has 4 equally likely successors.
-    `seed` determines the successors and the walk.
+    """Load toy data, or make them: a random walk, determined by `seed`, in which each id has 4
+    equally likely successors.
 
     No model can reach a loss below ln 4 = 1.386 nats, which a table of bigrams reaches. All ids are
     equally frequent, so a model that has learned nothing has a loss of ln(vocab_size) nats.

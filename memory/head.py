@@ -40,10 +40,10 @@ TargetLogProbFn = Callable[..., Tensor]  # `target_log_prob_`, eager or compiled
 class TiedEmbeddingFunction(torch.autograd.Function):
     """Return F.embedding(ids, weight) (B, T, C), and the weight (V, C) again for the head.
 
-    Because of the second result autograd sees only one use of the weight. `backward` gets the
-    head's gradient (V, C), which exists during all of backward, and adds the gradient of the
-    vectors (B, T, C) to it in place. Autograd alone would make another (V, C) tensor, which, with
-    GPT-2's vocabulary and `full` recompute, is the largest tensor that a step computes.
+    With the weight as a second result, autograd sees only one use of it. `backward` gets the head's
+    gradient (V, C), which exists during all of backward, and adds the gradient of the vectors (B,
+    T, C) to it in place. Autograd alone would make another (V, C) tensor, which, with GPT-2's
+    vocabulary and `full` recompute, is the largest tensor that a step computes.
 
     `row_by_row`: add the rows of the vectors' gradient one by one, as on a CPU.
     """

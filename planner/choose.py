@@ -113,7 +113,7 @@ def enumerate_policy_strings(
     """Return a policy string for each policy in all blocks, and for each pair of policies.
 
     A pair has one policy, never `none`, in the first N blocks and another in the rest. Only the
-    first may have groups of blocks, of whose size N is then a multiple.
+    first may have groups of blocks, and N is then a multiple of their size.
     """
     names = list(policies)
     for first, rest in permutations(policies, 2):

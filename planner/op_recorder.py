@@ -127,7 +127,8 @@ class OpRecorder(TorchDispatchMode):
         return len(self.ops) - 1
 
     def enter_phase(self, phase: str, block: int | None = None) -> None:
-        """Begin a phase with the next operator. `block`: index of the block that runs, or None."""
+        """Begin a phase with the next operator, in the block of index `block` or (None) in no
+        block."""
         self.phase_marks.append((self.n_ops + 1, phase, block))
 
     @property
@@ -268,7 +269,7 @@ def bytes_spanned_in_storage(tensor: Tensor) -> int:
 
 
 def new_storage(tensor: Tensor, born: int) -> Storage:
-    """Return a new `Storage` for the memory of a tensor. `born`: see `Storage`."""
+    """Return a new `Storage` for the memory of a tensor, made by operator number `born`."""
     # (`tensor.device` of a fake tensor would run an operator.)
     device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
     size = tensor.untyped_storage().nbytes()
@@ -358,10 +359,10 @@ def name_in_sources(file: str, sources: tuple[PurePath, ...]) -> str:
 def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[Storage]:
     """Return the storages that `forward()` makes on the model's device and keeps for backward.
 
-    `forward` runs with gradients and returns a tensor. Parameters and inputs exist before `forward`
-    and do not count. Autocast's low-precision copies of weights count, and so do the gradients that
-    the head makes in forward (`loss_chunks`). If the model was built on fake tensors, the call
-    needs no memory.
+    `forward` runs with gradients and returns a tensor. Parameters and inputs, which exist before,
+    do not count. Autocast's low-precision copies of weights count, and so do the gradients that the
+    head makes in forward (`loss_chunks`). If the model was built on fake tensors, the call needs no
+    memory.
     """
     weight = next(model.parameters())
     log = OpRecorder()

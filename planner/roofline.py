@@ -134,8 +134,8 @@ def measure_attention_flops_per_s(
 ) -> tuple[float, float]:
     """Return the FLOP/s of causal attention and of its backward: (forward, backward).
 
-    Sequences longer than MAX_MEASURED_SEQ_LEN tokens are measured with MAX_MEASURED_SEQ_LEN tokens.
-    FLOPs in the masked half of the products do not count.
+    Longer sequences are measured with MAX_MEASURED_SEQ_LEN tokens. FLOPs in the masked half of the
+    products do not count.
     """
     on_gpu = device.type != "cpu"
     T = min(seq_len, 128 if dtype == torch.float16 and not on_gpu else MAX_MEASURED_SEQ_LEN)

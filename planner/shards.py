@@ -108,7 +108,7 @@ def add_shards(
     in_bfloat16: bool,
     copies: bool,
 ) -> None:
-    """Add the storages that fully_shard allocates to the record; set when it frees full gradients.
+    """Add to the record the storages that fully_shard allocates; set when it frees full gradients.
 
     Args:
         log: the recorder of a step that has run forward and backward with the full model.

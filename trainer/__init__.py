@@ -1,4 +1,4 @@
-"""Support the training loop of train_minimal.py. You can understand training without these files.
+"""Support the training loop of train_minimal.py, which can be understood without these files.
 
 settings.py    define the flags in one table; hold the values of a command line
 plan.py        predict the memory and the time of a step; choose the policy of auto

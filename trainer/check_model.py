@@ -159,8 +159,8 @@ def check_parameters(model: MiniGPT, layout: Layout, alone: TensorByName) -> Non
 
 
 def check_shared_sequence(process: OneProcess, plain: MiniGPTConfig) -> None:
-    """Raise MiniGPTError if the processes of train_sp.py together compute other results than one
-    process. All of them must call this together. `plain`: config of the small model."""
+    """Raise MiniGPTError if the processes of train_sp.py, which must all call this, together
+    compute other results than one process. `plain`: config of the small model."""
     n_tokens = max(plain.max_position_embeddings, process.layout.sp_degree)
     ours = replace(plain, dropout=0.0, max_position_embeddings=n_tokens)
 

@@ -236,8 +236,8 @@ def budget_on(
     share of the device's free memory; for a GPU also its share of the CPU memory.
 
     Args:
-        processes: number of processes that share the device's free memory.
-        here: number of processes on this machine. They share the CPU memory.
+        processes: number of processes that share the device's free memory. here: number of
+        processes on this machine, which share the CPU memory.
     """
     host = (
         None

@@ -122,7 +122,7 @@ def replace_fields_by_flags(message: str) -> str:
 
 def number_with_unit(units: Mapping[str, int], least: int, expected: str) -> Callable:
     """Return an argparse type for numbers from `least` to 10^15, written with one of `units`, such
-    as "1.5B", "8 GiB" or "1e9". A fraction is cut off. `expected`: what the error asks for."""
+    as "1.5B", "8 GiB" or "1e9". A fraction is cut off, and an error asks for `expected`."""
 
     def parse(text: str) -> int:
         match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d{1,2})?) *([a-z]*)", text.strip().lower())
@@ -146,7 +146,7 @@ byte_count = number_with_unit(
 
 
 def snapshot_path(text: str) -> Path:
-    """Parse the path of a snapshot (argparse type). Reject a path that names no file, such as
+    """Parse the path of a snapshot (argparse type), but reject one that names no file, such as
     "checkpoints/" or ".pt". (The text is checked, because Path would drop a slash at the end.)"""
     if os.path.basename(text) in ("", ".", "..", ".pt"):
         raise argparse.ArgumentTypeError(f"{text!r} is no name of a file, as checkpoints/run.pt")

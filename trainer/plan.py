@@ -78,7 +78,8 @@ def make_planner(
     card: Card | None,
     on_simulate: Callable[[int], object] | None,
 ) -> Planner:
-    """Return the planner of these settings. Raises MiniGPTError as `check_gather_dtype_flag`."""
+    """Return the planner of these settings, or raise MiniGPTError as `check_gather_dtype_flag`
+    does."""
     sharded, in_tree = layout.shard_degree > 1, settings.reproducible_sums
     n, copies = settings.grad_accum_steps, torch.bfloat16 if settings.compress_gradients else None
     if in_tree and layout.world_size > 1:

@@ -145,7 +145,7 @@ class Pretrained:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, shard_like: ShardLikeFn) -> None:
-        """Copy the weights into a model of the same shape, in the model's dtype. `shard_like(full,
+        """Copy the weights into a model of the same shape, in the model's dtype; `shard_like(full,
         weight)` returns this process's rows of a full tensor."""
         for name, weight in model.state_dict().items():
             weight.copy_(shard_like(self.weights[name].float(), weight))
@@ -192,7 +192,7 @@ def load_model_and_tokenizer(path: Path, device: torch.device) -> tuple[MiniGPT,
 
 def open_init_from(settings: S) -> tuple[Pretrained | None, S]:
     """Return the weights that --init-from names, and the settings with the flags that must agree
-    with them: shape and tokenizer. Without --init-from, return (None, settings).
+    with them (shape and tokenizer), or (None, settings) without --init-from.
 
     Raises MiniGPTError if the weights cannot be loaded, or if a typed flag contradicts them.
     """

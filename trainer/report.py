@@ -168,8 +168,8 @@ def is_log_overdue(run: Run) -> bool:
 
 
 def sample_text(run: Run) -> str:
-    """Return a document that the model generates; "" with --sample-tokens 0. The same run always
-    generates the same text, because --seed seeds the random generator."""
+    """Return a document that the model generates, the same in each repetition of a run, because
+    --seed seeds the random generator; "" with --sample-tokens 0."""
     if run.settings.sample_tokens == 0:
         return ""
     how = {"temperature": 0.8, "top_k": 40, "use_cache": cache_is_exact(run.model.config)}

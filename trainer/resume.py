@@ -66,8 +66,8 @@ def files_of_other_runs(path: Path, run_id: str) -> list[Path]:
 
 
 def with_saved_flags(settings: S, resumed: LoadedSnapshot) -> S:
-    """Return the settings of a resumed run: the flags that were typed for it, and those typed now,
-    which win. All other flags follow from these."""
+    """Return the settings of a resumed run, which follow from the flags that were typed for it and
+    from those typed now, which win."""
     saved = type(settings).parse(resumed.state["args"], str(resumed.path)).typed
     pairs = [pair for pair in EXCLUSIVE_FLAGS if settings.typed.keys() & {*pair}]
     kept = {name: value for name, value in saved.items() if name not in sum(pairs, ())}

@@ -248,9 +248,9 @@ OUT_OF_MEMORY_PATTERN = re.compile(
 def is_out_of_memory(error: Exception) -> bool:
     """Return True if `error` means that memory ran out.
 
-    PyTorch's GPU allocator raises torch.OutOfMemoryError. All other allocators raise general errors
-    whose message alone says that memory ran out. This includes cuBLAS, cuDNN and NCCL, which
-    allocate their own buffers: if that fails, the GPU's memory is full, and the same flags help.
+    PyTorch's GPU allocator raises torch.OutOfMemoryError, but all others raise general errors whose
+    message alone says that memory ran out. This includes cuBLAS, cuDNN and NCCL, which allocate
+    their own buffers: if that fails, the GPU's memory is full, and the same flags help.
     """
     if isinstance(error, ValueError):  # a mistake of the user; a file may have any name
         return False

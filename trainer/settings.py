@@ -53,8 +53,8 @@ S = TypeVar("S", bound="Settings")
 
 
 class Rule(Flag):
-    """A rule on the value of a flag. Without one the value may change at --resume, and must be the
-    same on all ranks."""
+    """A rule on the value of a flag, without which the value may change at --resume, and must be
+    the same on all ranks."""
 
     FIXED = auto()  # decides shape, random numbers, optimizer or tokens: no change at --resume
     DATA = auto()  # chooses the data: no change at --resume, unless the data stay the same
@@ -264,7 +264,7 @@ class Settings:
         rules=Rule.PER_RANK | Rule.THIS_START, metavar="FILE",
         help="file of the newest snapshot (default: {default})")
     resume: bool = row(False, bool, rules=Rule.THIS_START,
-        help="continue from --checkpoint-path with the flags of that run; typed flags override them")
+        help="continue from --checkpoint-path with its flags; typed flags override them")
     sample_tokens: int = row(128, COUNT_OR_ZERO,
         help="tokens of the sample text at the end, 0 = none (default: {default})")
     log_to: str = row("none", ("none", "tensorboard", "wandb"), rules=Rule.PER_RANK,
@@ -341,8 +341,8 @@ class Settings:
         return parse_recompute_plan("full" if policy == AUTO else policy, self.n_layers)
 
     def model_config(self, vocab_size: int) -> MiniGPTConfig:
-        """Return the config of the model; the policy `auto` counts as `full`. Raises MiniGPTError
-        if such a model is impossible."""
+        """Return the config of the model, in which the policy `auto` counts as `full`. Raises
+        MiniGPTError if such a model is impossible."""
         names = {field.name for field in fields(MiniGPTConfig)} & ROWS.keys() - {"vocab_size"}
         same: dict[str, Any] = {name: getattr(self, name) for name in names}
         try:

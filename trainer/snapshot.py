@@ -210,8 +210,9 @@ def check_shapes(path: Path, weights: State, model: State) -> None:
 
 
 def check_path(path: Path, resuming: bool) -> None:
-    """Raise SnapshotError if a run may not use `path`: because something else than a snapshot is
-    there, or because its other files would belong to another run, too. Writes nothing."""
+    """Raise SnapshotError, before anything is written, if a run may not use `path`: because
+    something else than a snapshot is there, or because its other files would belong to another run,
+    too."""
     (twin,) = {sibling_path(path, ""), sibling_path(path, ".pt")} - {path}
     reason = ""
     if os.path.lexists(path) and not os.path.isfile(path):  # a folder, or a link to a lost disk
