@@ -165,7 +165,7 @@ class MiniGPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.ln_f = nn.LayerNorm(config.d_model)
-        self.init_weights()  # the trainers build on device "meta" and initialize again later
+        self.init_weights()
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, kv_cache: Any = None, start: int = 0
@@ -228,12 +228,12 @@ class MiniGPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, shard_like: Callable = lambda full, weight: full) -> None:
-        """Initialize as GPT-2 does: weights normal with mean 0 and standard deviation 0.02.
-
-        For c_proj the deviation is 0.02 / sqrt(2 n_layers), because otherwise the variance of the
-        residual stream would grow with depth. The CPU draws, so that a seed gives the same weights
-        on any device. `shard_like(full, weight)` returns this rank's rows of the full tensor
-        (train_fsdp.py). Parameters outside of INITIALIZED_LAYERS keep their first values."""
+        """Initialize as GPT-2 does: weights normal with mean 0 and standard deviation 0.02, for
+        c_proj 0.02 / sqrt(2 n_layers), because otherwise the variance of the residual stream would
+        grow with depth. The CPU draws, so that a seed gives the same weights on any device.
+        `shard_like(full, weight)` returns this rank's rows of the full tensor (train_fsdp.py).
+        Parameters outside of INITIALIZED_LAYERS keep their first values. On device "meta", where
+        the trainers make the model, this has no effect; allocate_and_fill calls it again."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
         for layer_name, layer in self.named_modules():
             std = residual_std if layer_name.endswith("c_proj") else 0.02

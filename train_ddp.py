@@ -3,9 +3,9 @@
 Train on two GPUs or, on a machine without GPUs, with two CPU processes:
     torchrun --nproc-per-node=2 train_ddp.py --use-activation-checkpoint
 
-Train on two machines with eight GPUs each. Both need the same data and, for --resume, a shared disk
-(docs/reliability.md). Run this command on both machines, with --node-rank=0 on the machine HOST and
-with --node-rank=1 on the other machine:
+Train on two machines with eight GPUs each, which need the same data and, for --resume, a shared
+disk (docs/reliability.md). Run this command on both, with --node-rank=0 on the machine HOST and
+with --node-rank=1 on the other:
     torchrun --nnodes=2 --node-rank=0 --nproc-per-node=8 --master-addr=HOST --master-port=29500 \
         train_ddp.py --use-activation-checkpoint
 

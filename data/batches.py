@@ -2,8 +2,8 @@
 hold a position in the data.
 
 B = batch size (sequences), T = sequence length (tokens). A window is T + 1 consecutive tokens, of
-which the first T are the inputs and the last T the labels. The next window begins T tokens later. A
-window may begin in one file or document and end in another.
+which the first T are the inputs and the last T the labels. The next window begins T tokens later,
+and a window may begin in one file or document and end in another.
 """
 
 from collections.abc import Iterable

@@ -127,7 +127,7 @@ class Tokenizer:
 
 
 class NumberTokenizer(Tokenizer):
-    """Tokenizer of toy data. The text of toy data is numbers: "7 42 3" <-> [7, 42, 3]."""
+    """Tokenizer of toy data, whose text is numbers: "7 42 3" <-> [7, 42, 3]."""
 
     name = "toy"
 
@@ -157,9 +157,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
     """Train a byte pair encoding (Sennrich et al. 2016, arXiv:1508.07909): merge the most frequent
     pair of neighbouring tokens into a new token, again and again.
 
-    Return the ranks of at most vocab_size - 1 tokens: the 256 bytes, then the merged tokens. One id
-    stays free for <|endoftext|>. Training ends earlier if no pair occurs twice. Of equally frequent
-    pairs the one with the lowest ids is merged, so that equal text gives equal ranks.
+    Return the ranks of at most vocab_size - 1 tokens: the 256 bytes, and then the merged tokens, of
+    which there are fewer if no pair occurs twice. One id stays free for <|endoftext|>. Of equally
+    frequent pairs the one with the lowest ids is merged, so that equal text gives equal ranks.
     """
     word_counts = Counter(word for text in texts for word in regex.findall(GPT2_PATTERN, text))
     # Each word is a string with one character per id.

@@ -82,7 +82,7 @@ def take_up_to(limit: int | None, pieces: Iterable[Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The ids in a file of the token cache, which has no header. All are below `vocab_size`.
+    """The ids in a file of the token cache, which has no header; all are below `vocab_size`.
 
     The file is neither mapped into memory nor kept open: all pages of a mapped file that were read
     would count as resident, and a mapped file that is cut off kills its reader.

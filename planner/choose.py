@@ -27,7 +27,7 @@ def pick_fastest_fitting_step(
     If no candidate fits, nested groups (`full/K+nested`) are tried, which are slower than all
     candidates, and if they do not fit either, the step with the smallest peak of all is returned.
 
-    Only steps with one policy for all blocks are simulated. Steps with a pair of policies are
+    Only steps with one policy for all blocks are simulated; steps with a pair of policies are
     composed of segments of the simulated steps.
     """
     none = planner.step(batch_size, recompute="none")

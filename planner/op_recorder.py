@@ -215,7 +215,7 @@ class OpRecorder(TorchDispatchMode):
     ) -> Storage:
         """Return the `Storage` of a tensor; add it if it is new.
 
-        A view, or the result of an in-place operator, uses a storage that was added before. A
+        A view, or the result of an in-place operator, uses a storage that was added before, and a
         storage is freed with its last tensor. `operator`: name of the operator that is being
         recorded and makes the storage, with the call site `source`; "": the storage exists already.
         """

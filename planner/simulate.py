@@ -1,7 +1,7 @@
 """Simulate the forward and the backward of any model on fake tensors, which have no data.
 
-planner/step.py uses these functions for MiniGPT, planner/any_model.py for every other model. This
-file, and all that it imports, knows neither model.py nor memory/.
+planner/step.py uses these functions for MiniGPT, planner/any_model.py for every other model, so
+this file, and all that it imports, knows neither model.py nor memory/.
 """
 
 import math
@@ -30,7 +30,7 @@ from .operators import cublas_workspace_bytes, kernel_workspace_bytes
 
 
 class PlanError(ValueError):
-    """A step cannot be simulated. The message is one line, and begins with the part that cannot."""
+    """A step cannot be simulated; the message is one line that begins with the part that cannot."""
 
 
 CACHED = type(cache(len))  # type of a function with a cache

@@ -133,7 +133,7 @@ def choose_start(
     trains anything. Raises MiniGPTError for a mistake.
     """
     if settings.resume and "init_from" in settings.typed:
-        raise MiniGPTError("--init-from starts a run and --resume continues one: leave one out")
+        raise MiniGPTError("--init-from starts a run and --resume goes on with one: leave one out")
     resumed = None
     if settings.resume:
         resumed = resume.load_newest(settings.checkpoint_path)

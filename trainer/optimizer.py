@@ -1,8 +1,8 @@
 """Make the optimizer of a run, update weights, skip non-finite updates, restore saved moments.
 
 For AdamW with float32 moments this file uses torch's own class, which stores 8 bytes per parameter
-besides the weight and the gradient. No recompute policy can free these bytes. `LeanOptimizer`
-stores fewer bytes per parameter, or only this process's shard of them.
+besides the weight and the gradient. No recompute policy can free these bytes, but `LeanOptimizer`
+stores fewer per parameter, or only this process's shard of them.
 """
 
 import math
@@ -196,8 +196,8 @@ class LeanOptimizer(torch.optim.Optimizer):
         weight.sub_(self.zeros_if_skipped(change))
 
     def zeros_if_skipped(self, change: Tensor) -> Tensor:
-        """Return `change`, or zeros if this step is skipped. The device reads `found_inf` and
-        decides, so that Python does not wait for it."""
+        """Return `change`, or zeros if this step is skipped, which the device decides by
+        `found_inf`, so that Python does not wait for it."""
         return change if self.found_inf is None else change.masked_fill_(self.found_inf.bool(), 0)
 
 

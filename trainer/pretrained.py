@@ -3,8 +3,8 @@ folder with a GPT-2 in the format of Hugging Face's transformers.
 
 MiniGPT has the same tensors as GPT-2 under other names, and with the matrices of the blocks
 transposed, because transformers uses TensorFlow's layout ("Conv1D"). A variant of GPT-2 that
-MiniGPT cannot compute is rejected (see `SUPPORTED_GPT2_SETTINGS`). To read a folder, the package
-safetensors is needed, but not transformers.
+MiniGPT cannot compute is rejected (see `SUPPORTED_GPT2_SETTINGS`). Reading a folder needs the
+package safetensors, but not transformers.
 """
 
 import json

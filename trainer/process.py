@@ -1,8 +1,8 @@
 """Methods for everything in the training loop that depends on the number of processes.
 
-OneProcess has the methods for one process. TorchrunProcess (torchrun.py) overrides those that only
-need a connection to other processes. DDPProcess (train_ddp.py) and FSDPProcess (train_fsdp.py)
-override those that depend on what a process holds of the model.
+OneProcess has the methods for one process, of which TorchrunProcess (torchrun.py) overrides those
+that only need a connection to other processes, and DDPProcess (train_ddp.py) and FSDPProcess
+(train_fsdp.py) those that depend on what a process holds of the model.
 """
 
 import os
@@ -72,8 +72,8 @@ class OneProcess:
     def allocate_parameters(self, model: MiniGPT) -> None:
         """Allocate the memory of parameters on device "meta" (where tensors have only shapes).
 
-        Their values are undefined until `allocate_and_fill` (build.py) or a resume fills them in.
-        Other parameters keep theirs.
+        Their values are undefined until `allocate_and_fill` (build.py) or a resume fills them in;
+        other parameters keep theirs.
         """
         device = self.device
         model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
@@ -96,7 +96,7 @@ class OneProcess:
         """Return the context of forward *and* backward of a micro-batch.
 
         If `enabled`, backward averages the gradients over all processes (with --reproducible-sums:
-        sums them). Otherwise each process sums its own gradients.
+        sums them); otherwise each process sums its own gradients.
         """
         return nullcontext()
 
@@ -171,8 +171,8 @@ class OneProcess:
     def full_state_dicts(self, model: MiniGPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state dicts of model and optimizer, with whole tensors, for a snapshot.
 
-        All processes must call this together. Rank 0 writes the result to a file; on other ranks
-        the tensors may be None.
+        All processes must call this together, but only rank 0 writes the result: on other ranks the
+        tensors may be None.
         """
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 

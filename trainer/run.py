@@ -109,8 +109,8 @@ class Run:
         return torch.autocast(where, dtype, enabled=enabled, cache_enabled=False)
 
     def evaluation_rounds(self) -> Iterator[int]:
-        """Yield the number of the first batch of each round of an evaluation. In a round each
-        replica evaluates one batch.
+        """Yield the number of the first batch of each round of an evaluation, in which each replica
+        evaluates one batch.
 
         An evaluation may take longer than the 30 s after which torchrun kills its processes. Before
         each round, therefore, all processes learn whether one of them received a signal to stop.
@@ -126,7 +126,7 @@ class Run:
 def save(run: Run, path: Path) -> None:
     """Write a snapshot of the run to `path`.
 
-    All processes must call this together. Rank 0 writes and the others wait, because torchrun ends
+    All processes must call this together: rank 0 writes and the others wait, because torchrun ends
     all processes when one ends. Raises SaveError if the snapshot cannot be written.
     """
     newest = path == run.settings.checkpoint_path

@@ -1,4 +1,4 @@
-"""Save and load snapshots. A snapshot is one file with everything that a run needs to resume.
+"""Save and load snapshots: a snapshot is one file with everything that a run needs to resume.
 
 A run never overwrites the files of another run. Before it writes anything, it checks its path
 (`check_path`) and locks it (`claim`), and then renames the files that an older run left there

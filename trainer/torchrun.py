@@ -115,8 +115,8 @@ class TorchrunProcess(OneProcess):
         return gathered
 
     def new_nccl_group(self) -> "dist.ProcessGroup | None":
-        """Return a new NCCL group of all processes' GPUs, or None: use the default gloo group. All
-        processes must call this together."""
+        """Return a new NCCL group of all processes' GPUs, which must all call this together, or
+        None: use the default gloo group."""
         if self.device.type == "cpu" or not dist.is_nccl_available():
             return None  # (Windows has no NCCL; gloo can send a GPU's tensors, too)
         return dist.new_group(backend="nccl", timeout=self.timeout, device_id=self.device)
