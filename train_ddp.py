@@ -87,8 +87,8 @@ class DDPProcess(TorchrunProcess):
 
 
 def set_expanded_zero_grads(model: nn.Module) -> None:
-    """Set each `.grad` to zeros of the parameter's shape that use the memory of one element, which
-    DDP copies into its buckets before it replaces `.grad` by views of them."""
+    """Set each `.grad` to zeros of the parameter's shape, in the memory of one element. DDP copies
+    them into its buckets, and replaces each `.grad` by a view of a bucket."""
     for parameter in model.parameters():
         parameter.grad = parameter.new_zeros(()).expand_as(parameter)
 

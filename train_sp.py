@@ -11,9 +11,9 @@ attention's time grows with the length squared. The price is two all-to-alls in 
 two in its backward. The model is sharded, and --resume and restarts work, as in train_fsdp.py.
 
 A step minimizes the mean loss over all tokens, as with one process. (FSDP averages gradients over
-ranks where their sum is needed, so SequenceParallelGPT, in memory/gpt.py, multiplies by N.) Without
-dropout the results are the same up to rounding; with dropout they differ, because each process
-draws its own masks.
+ranks, but here their sum is needed: SequenceParallelGPT, in memory/gpt.py, multiplies by N.)
+Without dropout the results are the same up to rounding; with dropout they differ, because each
+process draws its own masks.
 """
 
 import os

@@ -58,8 +58,8 @@ def load_or_build_folder(
     """Return the meta.json of a cache folder, which is built if it is missing or damaged.
 
     `build(new)` writes the files to the temporary folder `new`, and returns what meta.json says of
-    them. Added is `sha256`, a hash of all files and of meta.json itself, which depends on content
-    alone and thus is the fingerprint of the data, too.
+    them. `sha256` is added, a hash of all files and of meta.json itself, which depends on content
+    alone and is therefore also the fingerprint of the data.
 
     Only one of several processes calls `build`, and one rename makes all files visible. A process
     that is killed during `build` leaves only a temporary folder, which the next builder deletes.

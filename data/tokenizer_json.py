@@ -3,8 +3,8 @@
 tiktoken and tokenizer.json describe the same merges in two ways. In tiktoken (and in this project)
 two neighbouring tokens are merged if their joined bytes are a token, and the merge that makes the
 token with the lowest id comes first. tokenizer.json has a list of pairs (left, right), of which the
-earliest comes first: here, for each token in the order of ids, every pair of tokens that joins to
-it, as transformers converts tiktoken's vocabularies, too.
+earliest comes first. Its list therefore has, for each token in the order of ids, every pair of
+tokens that joins to it; transformers converts tiktoken's vocabularies in the same way.
 
 If a whole word is a token, tiktoken takes this token without merging, and so does tokenizer.json
 with the option `ignore_merges`.

@@ -66,8 +66,8 @@ class MemorySavingGPT(MiniGPT):
         return TiedEmbeddingFunction.apply(embedding.weight, input_ids, row_by_row)
 
     def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Return MiniGPT's loss, computed in chunks of tokens (`config.loss_chunks`) whose
-        gradients forward computes, too, so that no logits are kept for backward."""
+        """Return MiniGPT's loss, computed in chunks of tokens (`config.loss_chunks`). Forward
+        computes a chunk's gradients, too, so that no logits are kept for backward."""
         if self.config.loss_chunks == 1:
             return super().head_loss(x, weight, labels)
         how = self.config.loss_chunks, self.device_type or x.device.type, self.compiled_softmax

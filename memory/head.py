@@ -80,7 +80,7 @@ def target_log_prob_(
     """
     # A sum over the vocabulary needs float32. (`exact` may be `logits` itself.)
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # CPU and CUDA kernels (not MPS?) read a row before they write it, so `out` may be the input.
+    # A row is read before it is written (on MPS this is unknown), so `out` may be the input.
     exact = torch.log_softmax(exact, 1, out=None if logits.is_mps else exact)
     found = exact.gather(1, target)
     if write_softmax:
@@ -114,8 +114,8 @@ def chunked_head_loss(
         x: (B, T, C) the result of the last LayerNorm.
         weight: (V, C) the head's weight.
         labels: (B, T) int64. Labels of -100 are ignored.
-        n_chunks: number of chunks of tokens, of whose logits only one chunk's exist at a time; 0:
-            let `count_chunks` choose it.
+        n_chunks: number of chunks of tokens. Only one chunk of logits exists at a time. 0: let
+            `count_chunks` choose the number.
         device_type: use the operators that are fast on this type of device.
         compiled: compile the softmax of a slice.
     """
@@ -226,8 +226,8 @@ def loss_sum_and_count(
             found[part] = softmax(logits[part], target[part], gradients is not None, device_type)
         total -= found.where(kept, 0).sum()
         if gradients is not None:
-            # The gradient at the target is softmax - 1, in float32 from the log-softmax, because
-            # softmax near 1 and rounded would leave few correct digits.
+            # The gradient at the target is softmax - 1, computed in float32 from the log-softmax,
+            # because a rounded softmax near 1 would leave few correct digits.
             logits.scatter_(1, target, found.expm1().to(dtype))
             gradients[0][chunk] = (padded @ cast_weight).mul_(kept)
             x_chunk = x_chunk * kept

@@ -174,8 +174,8 @@ class Offload:
         return storage in self.weights
 
     def wait_for_copies(self, still: int = 0) -> None:
-        """Release the tensors that are being copied to the CPU, except the last `still` tensors,
-        after the compute stream (not Python) has waited for their copies."""
+        """Let the compute stream (not Python) wait for the copies to the CPU, except for the last
+        `still`, and release the tensors that they read."""
         while len(self.in_flight) > still:
             whole, sent = self.in_flight.popleft()
             copy_streams(whole.device).compute_stream().wait_event(sent)

@@ -189,8 +189,8 @@ def to_matmul(layer: Callable) -> Callable:
     a Deferred input.
 
     Early stop leaves the last matmul out of recomputation. torch.compile has no early stop: it
-    would drop the result, which the operator after it may save, and repeat the matmul, so `options`
-    tells it to keep results of matmuls.
+    would repeat the matmul, because it drops the result, which the operator after it may save.
+    `options` therefore tells it to keep results of matmuls.
     """
 
     def checkpointed(x: Any, *more: Any, **named: Any) -> Any:
@@ -235,7 +235,7 @@ def checkpointed_mlp(block: Any, chunk_sizes: ChunkSizesFn) -> Callable[[Tensor]
     which is a view, and backward recomputes one chunk at a time, so that only one chunk's (tokens,
     d_ff) tensors exist. The loss and the gradients of activations are bitwise equal, because a
     token's row of a matmul does not depend on other rows. The gradients of the weights of ln_2 and
-    of the MLP are sums over tokens, whose rounding chunks change.
+    of the MLP are sums over tokens, and chunks change the rounding of these sums.
 
     All chunks are in one graph, so DDP or FSDP gets the gradient of a weight after autograd has
     summed it over the chunks. (An autograd.Function per chunk would pass on each chunk's gradient.)

@@ -1,8 +1,8 @@
 """Find the largest batch that fits in memory: extrapolate from planned steps of two batch sizes.
 
 The bytes that exist after an operator grow by the same number with each further sequence, so two
-batch sizes suffice to extrapolate. The exception is the head, which has more chunks with more
-tokens, not larger ones: its bytes come from the formula `head_bytes` in planner/formulas.py.
+batch sizes suffice to extrapolate. The exception is the head, which splits more tokens into more
+chunks, not into larger ones: its bytes come from the formula `head_bytes` in planner/formulas.py.
 """
 
 from bisect import bisect_right

@@ -280,8 +280,8 @@ class CallSiteTracker:
     """Find the call site (module and line) of each operator that runs inside `listen()`.
 
     Autograd runs the operators of backward, so no line of the model calls them. But each node of
-    its graph has a sequence number, in forward and in backward: in forward the tracker stores a
-    call site for each number, which it looks up in backward. (It does not search the local
+    its graph has the same sequence number in forward and in backward, under which the tracker
+    stores a call site in forward, and looks it up in backward. (It does not search the local
     variables of the stack's frames for modules, because that would keep tensors alive that are
     about to be freed.)
 

@@ -155,8 +155,8 @@ def measure_seconds(run: Callable[[], object]) -> float:
     """Return the seconds of one call of `run`: the shortest time among calls for a tenth of a
     second. On a GPU the time includes the GPU's work.
 
-    (Not the median, in which a long and a short operator could not be compared: other programs on
-    the machine slow down all long calls, but only some of the short calls.)
+    (By the median, a long and a short operator could not be compared, because other programs on the
+    machine slow down all long calls, but only some of the short calls.)
     """
     # Import Timer only here: its import looks for a compiler, and warns on machines without one.
     from torch.utils.benchmark import Timer

@@ -50,7 +50,7 @@ def choose_precision(
 
     Without --no-amp and --amp-dtype, the dtype is bfloat16 if the CPU or the CUDA GPU supports it
     in hardware, else float16 on CUDA, else float32. bfloat16 has the range of float32, so it needs
-    no loss scaling, but a chip that has to emulate it is slower than with float32: some CPUs a
+    no loss scaling, but a chip that has to emulate it is slower than in float32, some CPUs a
     hundred times.
 
     `native`: whether the GPU supports bfloat16 in hardware; None: ask the GPU. Raises MiniGPTError
@@ -185,7 +185,7 @@ def read_or_empty(path: str) -> str:
 
 
 def read_numbers(path: str) -> dict[str, int]:
-    """Return the numbers in a file of the kernel, by the names that begin the lines."""
+    """Return the numbers in a file of the kernel, each by the name that begins its line."""
     lines = re.findall(r"^(\w+):? +(\d+)", read_or_empty(path), re.MULTILINE)
     return {name: int(number) for name, number in lines}
 

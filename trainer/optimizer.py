@@ -196,8 +196,8 @@ class LeanOptimizer(torch.optim.Optimizer):
         weight.sub_(self.zeros_if_skipped(change))
 
     def zeros_if_skipped(self, change: Tensor) -> Tensor:
-        """Return `change`, or zeros if this step is skipped, which the device decides by
-        `found_inf`, so that Python does not wait for it."""
+        """Return `change`, or zeros if this step is skipped: the device decides by `found_inf`, so
+        that Python does not wait for it."""
         return change if self.found_inf is None else change.masked_fill_(self.found_inf.bool(), 0)
 
 

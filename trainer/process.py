@@ -1,8 +1,8 @@
 """Methods for everything in the training loop that depends on the number of processes.
 
-OneProcess has the methods for one process, of which TorchrunProcess (torchrun.py) overrides those
-that only need a connection to other processes, and DDPProcess (train_ddp.py) and FSDPProcess
-(train_fsdp.py) those that depend on what a process holds of the model.
+OneProcess has the methods for one process. TorchrunProcess (torchrun.py) overrides those that only
+need a connection to other processes; DDPProcess (train_ddp.py) and FSDPProcess (train_fsdp.py)
+override those that depend on what a process holds of the model.
 """
 
 import os

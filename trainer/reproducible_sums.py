@@ -95,8 +95,8 @@ def pairwise_all_reduce(x: Tensor, group: "dist.ProcessGroup | None") -> None:
 def pairwise_all_reduce_hook(state: HookState, bucket: "dist.GradBucket") -> Future[Tensor]:
     """Sum a bucket of gradients over all ranks: a communication hook of DistributedDataParallel.
 
-    On a GPU this runs in a stream of its own, beside backward, at whose end DDP waits for the
-    future, and so for the stream.
+    On a GPU this runs in a stream of its own, beside backward. When backward ends, DDP waits for
+    the future, and so for the stream.
     """
     (group, stream), buffer = state, bucket.buffer()
     future: Future[Tensor] = Future(devices=cast(Any, [buffer.device] if stream else []))

@@ -87,7 +87,7 @@ class Run:
 
     @cached_property
     def gradient_tree(self) -> GradientTree:
-        """Sums the gradients of micro-batches; without --reproducible-sums autograd does so."""
+        """Sums gradients with --reproducible-sums; else a no-op, because autograd does so."""
         parameters = self.model.parameters() if self.settings.reproducible_sums else ()
         return GradientTree(parameters, self.settings.grad_accum_steps)
 

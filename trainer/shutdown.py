@@ -26,8 +26,8 @@ def stop_signals(run: Run) -> Iterator[None]:
     once.
 
     A signal may come anywhere in a step, so the handler only sets `run.received_signal`, which the
-    loop reads at the end of the step, and prints a line, because the step may take long. A signal
-    that this process ignored before stays ignored, for example SIGHUP under `nohup`.
+    loop reads at the end of the step. It also prints a line, because the step may take long. A
+    signal that this process ignored before stays ignored, for example SIGHUP under `nohup`.
 
     torchrun passes the signals that it gets on to its processes, which may have got them already
     from a terminal or a cluster. With torchrun, therefore, a second Ctrl-C asks, too, and the
@@ -62,9 +62,9 @@ def nan_grads_if_infinite(loss: Tensor) -> Tensor:
     """Return the scalar `loss` unchanged if it is finite; else return a loss whose gradients are
     all NaN.
 
-    An infinite loss can have finite gradients (if the logit of the right token is -inf), whose norm
-    would be finite, too, and the update would not be skipped. The loss is therefore multiplied by
-    loss * 0 + 1, which is exactly 1 if the loss is finite, else NaN.
+    An infinite loss can have finite gradients (if the logit of the right token is -inf), and with
+    their finite norm the update would not be skipped. The loss is therefore multiplied by loss * 0
+    + 1, which is exactly 1 if the loss is finite, else NaN.
     """
     return loss * (loss.detach() * 0 + 1)
 

@@ -4,9 +4,9 @@ A run never overwrites the files of another run. Before it writes anything, it c
 (`check_path`) and locks it (`claim`), and then renames the files that an older run left there
 (`rename_older_run`).
 
-A snapshot is a dict of tensors and of Python's basic types, which `torch.save` writes with a
-checksum of all bytes at the end of the file. `torch.load` reads it with `weights_only=True`, so
-that opening a file from another person never runs code in the file. The newest snapshot is at
+A snapshot is a dict of tensors and of Python's basic types, which `torch.save` writes; a checksum
+of all bytes follows at the end of the file. `torch.load` reads it with `weights_only=True`, so that
+opening a file from another person never runs code in the file. The newest snapshot is at
 `--checkpoint-path`, beside two more files of the same stem: `.prev.pt`, the previous snapshot, and
 `.best.pt`, the one with the lowest validation loss.
 
