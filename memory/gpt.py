@@ -30,7 +30,7 @@ class MemorySavingGPT(MiniGPT):
     """A MiniGPT with every recompute policy (memory/policies.py), chunks, and offload.
 
     Args:
-        config: `recompute` may be any policy string; ValueError if it is none.
+        config: `recompute` may be any policy string; another string raises ValueError.
         device_type: run the head's kernels for "cpu", "cuda" or "mps"; None: those for the device
             of the weights. (The planner simulates every device on a CPU.)
         shard: this rank's part of each sequence (train_sp.py); None: whole sequences.
