@@ -258,7 +258,7 @@ def print_plan(plan: CommandPlan, typed: PlanSettings, bar: tqdm) -> dict[str, A
         bar.write(f"note     {note}\n")
     record = record_step(plan, typed, taken) if typed.at_peak else None
     if record:
-        bar.write(plan_table.format_peak(record) + "\n")
+        bar.write(plan_table.format_peak(record, record.step_memory.config.recompute) + "\n")
     if not typed.json:
         return {}
     takes = recommend(plan) if knobs else taken

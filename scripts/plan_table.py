@@ -15,6 +15,7 @@ from functools import cache
 from statistics import mode
 from typing import Any
 
+from planner import StepMemory
 from planner.choose import nested_checkpoint_policies, recomputed_flops_key, uniform_policies
 from planner.op_recorder import Storage
 from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_name_and_kind
@@ -69,13 +70,12 @@ def changes(plan: CommandPlan, settings: Settings) -> Change:
     return changed | {POLICY_FLAG: plan.policy}
 
 
-def as_row(plan: CommandPlan) -> Row:
-    step, fits = plan.step, fits_tightly(plan)
+def step_row(step: StepMemory, name: str) -> Row:
+    """Return what a row has of a step of any model; sizes in bytes."""
     return {
-        "name": plan.policy,
-        "policy": plan.policy,
+        "name": name,
+        "policy": name,
         "batch_size": step.batch_size,
-        "grad_accum_steps": plan.settings.grad_accum_steps,
         "seq_len": step.seq_len,
         "peak_bytes": step.peak,
         "at_peak": step.bytes_by_kind_at_peak,
@@ -84,6 +84,13 @@ def as_row(plan: CommandPlan) -> Row:
         "kept_bytes": step.kept,
         "kept_bytes_per_block": step.kept_per_block,
         "recomputed_flops_share": step.relative_flops - 1,
+    }
+
+
+def as_row(plan: CommandPlan) -> Row:
+    fits = fits_tightly(plan)
+    return step_row(plan.step, plan.policy) | {
+        "grad_accum_steps": plan.settings.grad_accum_steps,
         "fits": fits,
         "fits_safely": None if fits is None else fits_safely(plan),
         "largest_batch": None if fits is None else plan.largest_batch,
@@ -122,7 +129,12 @@ def recommend(plan: CommandPlan) -> CommandPlan | None:
 
 
 def format_table(rows: list[Row], takes: str | None) -> str:
-    """Return the rows in aligned columns; ">" marks the policy `takes`."""
+    """Return the rows in aligned columns; ">" marks the policy `takes`.
+
+    A row has the keys of `step_row`, and `fits`, `fits_safely`, `largest_batch` (None: unknown),
+    `seconds`, `tokens_per_s` (None: no card). If no row has a `longest_sequence_safely`, the column
+    is left out.
+    """
     lines = []
     for row in rows:
         line = {
@@ -141,8 +153,8 @@ def format_table(rows: list[Row], takes: str | None) -> str:
         tight = {True: "tight", False: "no", None: "?"}[row["fits"]]
         line["fits<"] = "yes" if row["fits_safely"] else tight
         line["largest batch>"] = "?" if row["fits"] is None else f"{row['largest_batch']:,}"
-        if row["longest_sequence_safely"] is not None:
-            line["longest sequence>"] = f"{row['longest_sequence_safely']:,}"
+        if (longest := row.get("longest_sequence_safely")) is not None:
+            line["longest sequence>"] = f"{longest:,}"
         lines.append(line)
     return align(lines)
 
@@ -291,9 +303,9 @@ def describe(name: str, storages: list[Storage]) -> Row:
     }
 
 
-def format_peak(record: StepRecord) -> str:
+def format_peak(record: StepRecord, name: str) -> str:
     """Return a table of the groups that are alive at the peak, with at most LINES rows. The title
-    above the table names the phase and the block of the peak."""
+    above the table has `name`, that of the table's row, and the phase and the block of the peak."""
     groups, peak = at_peak(record), record.step_memory.peak
     shown = groups if len(groups) <= LINES else groups[: LINES - 1]
     if others := groups[len(shown) :]:
@@ -311,7 +323,7 @@ def format_peak(record: StepRecord) -> str:
         }
         for group in shown
     ]
-    title = f"alive at the peak of {record.step_memory.config.recompute}: {format_bytes(peak)}"
+    title = f"alive at the peak of {name}: {format_bytes(peak)}"
     return f"{title}, {record.step_memory.peak_location}\n\n{align(lines)}"
 
 

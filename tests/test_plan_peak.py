@@ -28,7 +28,7 @@ def test_groups_are_the_peak_to_the_byte(monkeypatch, way, setting):
     of_kind = Counter(group["kind"] for group in groups)
     assert all(of_kind[kind] <= 1 for kind in ("parameters", "gradients", "optimizer"))
     monkeypatch.setattr(plan_table, "LINES", len(groups))
-    assert " others" not in format_peak(step)
+    assert " others" not in format_peak(step, "full")
 
 
 # ---- of which step
