@@ -21,10 +21,11 @@ batches.py      find the largest batch that fits in memory: extrapolate from pla
                 batch sizes
 choose.py       choose the fastest recompute policy that fits in memory
 formulas.py     compute memory and FLOPs by formulas that can be checked by hand
+units.py        write numbers of bytes as text
 """
 
 from .any_model import plan_step
-from .cards import CARDS
+from .cards import CARDS, card
 from .layout import Layout
 from .op_recorder import kept_for_backward
 from .roofline import Card, this_machine

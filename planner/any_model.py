@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from .op_recorder import CallSiteTracker
 from .operators import EMPTY, MATMUL_DTYPES
+from .record import explain_storages
 from .simulate import (
     PlanError,
     empty_function_caches,
@@ -143,9 +145,11 @@ def simulate_step_memory(
         # Set torch's default for the planned device. (torch itself would choose the default for
         # a CPU, because these tensors are on a CPU.)
         group["foreach"] = device_type == "cuda" and not group.get("fused")
+    in_stack = (name for name, module in model.named_modules() if module in blocks)
+    tracker = CallSiteTracker(model, next(in_stack, "").rpartition(".")[0], sources=())
     for _ in range(2):  # the first step makes the optimizer's state, the second is the result
         with (
-            recording_simulated_ops(device_type, fake) as log,
+            recording_simulated_ops(device_type, fake, tracker) as log,
             phase_hooks(blocks, blocks[-1], log) if blocks else nullcontext(),
         ):
             for tensor, name in names.items():
@@ -160,7 +164,8 @@ def simulate_step_memory(
             with plan_errors("optimizer"):
                 optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return StepMemory(None, 0, 0, [(segment, 0) for segment in split_into_segments(log)])
+    step = StepMemory(None, 0, 0, [(segment, 0) for segment in split_into_segments(log)])
+    return explain_storages(log, step).step_memory
 
 
 def loss_in(result: Any) -> Tensor:

@@ -297,27 +297,41 @@ def canonical_card_name(text: str) -> str:
     """Return the card's name in CARDS for a text that names a card; or return THIS_MACHINE.
 
     Valid texts are "RTX 4090", "rtx-4090", "4090", "a100_40gb", and names that
-    torch.cuda.get_device_name() returns. Raises ValueError if the text names no card.
+    torch.cuda.get_device_name() returns. For another text raises ValueError, which says how to plan
+    for a card that CARDS does not have, and names up to three similar cards.
     """
-    name = CANONICAL_NAMES.get(normalize_name(text))
-    if name is None:
-        raise ValueError(describe_unknown_card(text))
-    return name
-
-
-def describe_unknown_card(text: str) -> str:
-    """Return a line that says how to plan for a card that CARDS does not have, and up to three
-    similar names. For the text "list" the line has all names.
-    """
-    if text == "list":
-        return f"known are {', '.join(CARDS)}; or {THIS_MACHINE}, measured"
+    if name := CANONICAL_NAMES.get(normalize_name(text)):
+        return name
     near = {normalize_name(name): name for name in CARDS}
     close = difflib.get_close_matches(normalize_name(text), near, cutoff=0.7)
     hint = f"; did you mean {' or '.join(near[name] for name in close)}?" if close else ";"
-    return (
+    raise ValueError(
         f"unknown card {text!r}: --device cuda --memory-budget 16GiB tells what fits{hint} "
         "--card list has all names"
     )
+
+
+def card(name: str) -> Card:
+    """Return the card that `name` names for --card, as in card("rtx 3090"). THIS_MACHINE is
+    measured, in about three seconds. Raises ValueError as `canonical_card_name`."""
+    return CARDS.get(canonical_card_name(name)) or this_machine()
+
+
+def without_size(name: str) -> str:
+    """Return a card's name without the size of its memory: "RTX 3060" for "RTX 3060 12GB"."""
+    return re.sub(r" \d+GB$", "", name)
+
+
+def other_sizes(card: Card) -> list[str]:
+    """Return the names of the cards that differ from `card` by the size of their memory."""
+    same = without_size(card.name)
+    return [name for name in CARDS if without_size(name) == same and name != card.name]
+
+
+def is_before_ampere(card: Card) -> bool:
+    """Return whether NVIDIA made the card before Ampere (compute capability 8.0): it has neither
+    bfloat16 in hardware nor a kernel of FlashAttention-2."""
+    return re.match(r"GTX|RTX 20[678]|TITAN|Quadro|[PV]\d|T4", card.name) is not None
 
 
 def match_card(device_name: str, memory: int) -> Card | None:
@@ -331,8 +345,7 @@ def match_card(device_name: str, memory: int) -> Card | None:
     named = (
         card
         for card in CARDS.values()
-        if CANONICAL_NAMES.get(name) == card.name
-        or normalize_name(re.sub(r" \d+GB$", "", card.name)) == name
+        if CANONICAL_NAMES.get(name) == card.name or normalize_name(without_size(card.name)) == name
     )
     return next((card for card in named if 0.85 < memory / card.memory < 1.15), None)
 

@@ -128,9 +128,18 @@ class StepRecord:
         """Storages that exist at the step's peak, sorted by `born`."""
         return self.alive(int(self.step_memory.bytes_by_op.argmax()))
 
+    @property
+    def groups_at_peak(self) -> list[list[Storage]]:
+        """The storages of `at_peak`, grouped by `group_name_and_kind`, the largest group first."""
+        groups = defaultdict[tuple[str, str], list[Storage]](list)
+        for storage in self.at_peak:
+            groups[group_name_and_kind(storage)].append(storage)
+        return sorted(groups.values(), key=lambda group: -sum(s.nbytes for s in group))
+
 
 def explain_storages(log: OpRecorder, step: StepMemory) -> StepRecord:
-    """Return the record of a step, with a name and a reason (`reason_alive`) for each storage.
+    """Return the record of a step, with a name and a reason (`reason_alive`) for each storage, and
+    with the five largest groups in its `step_memory.largest_at_peak`.
 
     `log`: the recorder of the step, with call sites. `step`: the memory of the same step.
     """
@@ -161,12 +170,20 @@ def explain_storages(log: OpRecorder, step: StepMemory) -> StepRecord:
         )
         if storage.block_index is None and (match := re.search(r"\.(\d+)\b", storage.name)):
             storage.block_index = int(match[1])  # a weight of a block, or its gradient
-    return StepRecord(
+    record = StepRecord(
         step,
         sorted(storages, key=lambda storage: storage.born),
         operator_names=[op.name for op in log.ops],
         replay_mask=np.array([op.replayed for op in log.ops]),
     )
+    largest = [
+        (
+            f"{len(group)} x {group_name_and_kind(group[0])[0]}" if group[1:] else group[0].name,
+            sum(storage.nbytes for storage in group),
+        )
+        for group in record.groups_at_peak[:5]
+    ]
+    return replace(record, step_memory=replace(step, largest_at_peak=largest))
 
 
 def group_name_and_kind(storage: Storage) -> tuple[str, str]:

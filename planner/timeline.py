@@ -20,6 +20,7 @@ import numpy as np
 from .op_recorder import Op, OpRecorder, PhaseMark, Storage
 from .operators import UNIFIED_ATTENTION_NAMES
 from .roofline import Card, seconds_of_each_op
+from .units import format_bytes, format_sizes
 
 KINDS = (
     "parameters",
@@ -182,6 +183,31 @@ class StepMemory:
     seq_len: int  # tokens
     # In order: (segment, number to add to its block indices).
     segments_and_block_shifts: list[tuple[Segment, int]]
+    # (name, bytes) of the largest groups of tensors at the peak (`explain_storages`); (): tensors
+    # have no names here.
+    largest_at_peak: Sequence[tuple[str, int]] = ()
+
+    def __repr__(self) -> str:
+        """Return a verdict for a person: the peak and where it is, its kinds of tensors of at least
+        1 %, its largest groups of tensors, and what the optimizer's temporaries cost."""
+        kinds = [(k, n) for k, n in self.bytes_by_kind_at_peak.items() if n >= self.peak / 100]
+        groups = [*kinds, *self.largest_at_peak]
+        texts = format_sizes([self.peak, *(size for _, size in groups)])
+        titles = {0: "peak", 1: "by kind", 1 + len(kinds): "largest"}
+        names = [self.peak_location, *(name for name, _ in groups)]
+        lines = [
+            f"{titles.get(i, ''):9}{text:>10}  {name}"
+            for i, (text, name) in enumerate(zip(texts, names, strict=True))
+        ]
+        # Bytes after each operator if the update of the weights made no temporaries.
+        update, levels = self.phase_slice("optimizer"), self.bytes_by_op.copy()
+        levels[update] -= self.timeline[update, KINDS.index("temporaries")]
+        if saving := self.peak - int(levels.max()):
+            lines.append(
+                "hint     the optimizer's temporaries are the peak; without them, as with "
+                f"torch.optim.AdamW(..., fused=True), it is {format_bytes(saving)} less"
+            )
+        return "\n".join(lines)
 
     def seconds(self, card: Card, micro_batches: int = 1) -> float:
         """Return the estimated seconds of a training step on this card.

@@ -27,12 +27,14 @@ from tqdm import tqdm
 
 from data import MiniGPTError
 from planner import Layout
-from planner.cards import THIS_MACHINE
+from planner.cards import THIS_MACHINE, is_before_ampere, other_sizes
 from planner.operators import MATMUL_DTYPES
 from planner.record import StepRecord
 from planner.roofline import LINKS, default_link
+from planner.units import format_bytes, format_sizes
 from scripts import cli_main, plan_table
 from scripts.plan_table import (
+    SLOWER,
     STEP,
     Row,
     as_row,
@@ -50,7 +52,6 @@ from scripts.plan_table import (
 from scripts.plans import CommandPlan, advice, optimizer_name, plan_for_command
 from scripts.style import about, write_json
 from trainer.flags import AUTO, number_in_range, output_file
-from trainer.metrics import format_bytes
 from trainer.plan import POLICY_FLAG
 from trainer.pretrained import open_init_from
 from trainer.report import describe_model
@@ -110,6 +111,8 @@ def parse(argv: list[str]) -> PlanSettings:
         "python -m scripts.plan_memory",
         "Predict the memory of a training run, for each recompute policy. Takes the trainers' "
         "flags; many of them do not change the plan.",
+        first="model card memory_budget device batch_size seq_len grad_accum_steps "
+        "use_activation_checkpoint nproc_per_node fsdp".split(),
         checkpoint_path=Path("unused.pt"),
     )
     sharded, alone = typed.fsdp or typed.sp, typed.nproc_per_node is None
@@ -172,6 +175,12 @@ def describe_target(plan: CommandPlan, script: str) -> str:
         speed = f"{flops} TFLOP/s in {precision}, {digits(3, card.bytes_per_s / 1e9)} GB/s"
         how = "measured" if settings.card == THIS_MACHINE else "at most"
         lines.append(f"card     {card.name}: {speed} {how}; times are estimates")
+        names = " or ".join(f"--card {name.replace(' ', '-')}" for name in other_sizes(card))
+        lines += [f"note     also sold with another size of memory: {names}"] * bool(names)
+        lines += is_before_ampere(card) * [
+            "note     older than Ampere: no bfloat16 in hardware, and no FlashAttention, whose "
+            "time and workspace are planned"
+        ]
     unknown = f"no {kind} here: --memory-budget 8GiB, for example, shows what fits"
     limit = unknown if budget.limit_bytes is None else f"tensors may take {budget}"
     lines.append(f"budget   {limit}")
@@ -200,15 +209,25 @@ def answer(plan: CommandPlan, typed: PlanSettings, taken: CommandPlan | None) ->
         text, change = advice(plan)
         return f"nothing fits; {text}" + (f"\n{command_line(typed, **change)}" if change else "")
     batch = f"batch {taken.settings.batch_size:,} with {taken.policy}"
-    peak = f"{format_bytes(taken.peak)} of {format_bytes(plan.bytes_within_margin)}"
+    peak = " of ".join(format_sizes([taken.peak, plan.bytes_within_margin]))
     lines = [f"fits     {batch}: {peak}; at most batch {taken.largest_batch:,}"]
-    run = whole_run(taken)
+    run, flags = whole_run(taken), changes(taken, plan.settings)
     if run["seconds"]:
-        about = "more than" if offloads(taken) else "about"
-        words = f"{run['tokens']:,} tokens, {run['steps']:,} steps: {about}"
+        time = format_time(run["seconds"], 1 if offloads(taken) else SLOWER)
+        words = f"{run['tokens']:,} tokens, {run['steps']:,} steps"
         without = "data, evaluation" if plan.link else "data, communication, evaluation"
-        lines.append(f"run      {words} {format_time(run['seconds'])}; without {without}")
-    return "\n".join([*lines, command_line(typed, **changes(taken, plan.settings))])
+        lines.append(f"run      {words}: {'more than ' * offloads(taken)}{time}; without {without}")
+        flags = data_of_run(plan, typed) | flags
+    return "\n".join([*lines, command_line(typed, **flags)])
+
+
+def data_of_run(plan: CommandPlan, typed: PlanSettings) -> dict[str, Any]:
+    """Return the flags without which the command would train on other data than `whole_run` has."""
+    given = typed.typed.keys()
+    # Python's standard library has no billion tokens of GPT-2's vocabulary.
+    is_default = plan.vocab_size == 50257 and not given & {"train_data", "use_toy_data"}
+    text = {"train_data": "YOUR_TEXT"} if is_default else {}
+    return text | ({} if given & {"num_steps", "num_tokens"} else {"num_tokens": "1B"})
 
 
 def whole_run(plan: CommandPlan) -> dict[str, Any]:

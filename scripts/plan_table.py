@@ -9,9 +9,9 @@ the bytes.
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import groupby
 from statistics import mode
 from typing import Any
 
@@ -19,9 +19,9 @@ from planner import StepMemory
 from planner.choose import nested_checkpoint_policies, recomputed_flops_key, uniform_policies
 from planner.op_recorder import Storage
 from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_name_and_kind
+from planner.units import format_bytes, format_sizes
 from scripts.plans import Change, CommandPlan
 from trainer.flags import MAX_COUNT
-from trainer.metrics import format_bytes
 from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG
 from trainer.settings import Settings
 
@@ -29,6 +29,9 @@ STEP = 64  # tokens; the longest sequence is a multiple of this
 TRIES = 6  # lengths to try by linear interpolation, before bisection
 SETTINGS = 5  # rows that --all-knobs prints
 LINES = 10  # lines that --at-peak prints
+# A printed time is a range from the prediction to this many times it: real steps took 1.15 to 1.22
+# times their predicted time on two CPU cores (docs/evidence.md, "The clock"; no GPU is measured).
+SLOWER = 1.25
 Row = dict[str, Any]  # of the JSON file; the printed table shows the same
 
 
@@ -40,12 +43,12 @@ def offloads(plan: CommandPlan) -> bool:
 
 
 def fits_tightly(plan: CommandPlan) -> bool | None:
-    """Return whether the step fits in the whole budget, without a margin; None: unknown."""
+    """Return whether the step fits beside a CUDA context, without a margin; None: unknown."""
     budget, step = plan.memory_budget, plan.step
-    if budget.limit_bytes is None:
+    if budget.bytes_beside_context is None:
         return None
     host_bytes = math.inf if budget.host_usable_bytes is None else budget.host_usable_bytes
-    return step.peak <= budget.limit_bytes and step.host_bytes <= host_bytes
+    return step.peak <= budget.bytes_beside_context and step.host_bytes <= host_bytes
 
 
 def fits_safely(plan: CommandPlan) -> bool:
@@ -133,19 +136,21 @@ def format_table(rows: list[Row], takes: str | None) -> str:
 
     A row has the keys of `step_row`, and `fits`, `fits_safely`, `largest_batch` (None: unknown),
     `seconds`, `tokens_per_s` (None: no card). If no row has a `longest_sequence_safely`, the column
-    is left out.
+    is left out. Neighbours that offer the same choice (`same_choice`) are one line.
     """
     lines = []
-    for row in rows:
+    for _, group in groupby(rows, same_choice):
+        row, *others = group
+        names = [row["policy"], *(other["policy"] for other in others)]
         line = {
-            " <": ">" if row["policy"] == takes else "",
-            "policy<": row["policy"],
-            "peak>": format_bytes(row["peak_bytes"]),
+            " <": ">" if takes in names else "",
+            "policy<": " to ".join(dict.fromkeys([names[0], names[-1]])),
+            "peak>": row["peak_bytes"],
         }
         if row["seconds"] is None:
             line |= {
                 "where<": row["where"],
-                "kept per block>": format_bytes(row["kept_bytes_per_block"]),
+                "kept per block>": row["kept_bytes_per_block"],
                 "extra FLOPs>": f"{row['recomputed_flops_share']:.1%}",
             }
         else:
@@ -159,18 +164,28 @@ def format_table(rows: list[Row], takes: str | None) -> str:
     return align(lines)
 
 
+def same_choice(row: Row) -> tuple:
+    """Return a key that is equal for rows between which nobody needs to choose: equal rows, and
+    rows that do not fit with the margin, if more recompute makes neither the printed peak smaller
+    nor the batch larger."""
+    if row["fits"] is not None and not row["fits_safely"]:
+        return row["fits"], format_bytes(row["peak_bytes"]), row["largest_batch"]
+    keys = "peak_bytes kept_bytes recomputed_flops_share largest_batch longest_sequence_safely"
+    return tuple(map(row.get, keys.split()))
+
+
 def estimates(row: Row, first: Row) -> dict[str, str]:
-    """Return the cells for time and tokens/s; "~" marks them as estimates.
+    """Return the cells for time and tokens/s, as ranges up to SLOWER.
 
     The first row shows its time. The other rows show how much more time they take than the first
     row. The prediction leaves out the copies of offload, so an offloaded plan shows bounds, with
     ">" and "<".
     """
-    speed, more = digits(3, row["tokens_per_s"]), f"{row['seconds'] / first['seconds'] - 1:+.0%}"
+    more = f"{row['seconds'] / first['seconds'] - 1:+.0%}"
     if "+offload" in row["policy"]:
-        return {"time>": f"> {more}", "tokens/s>": f"<{speed}"}
-    time = f"~{format_time(row['seconds'])}" if row is first else more
-    return {"time>": time, "tokens/s>": f"~{speed}"}
+        return {"time>": f"> {more}", "tokens/s>": f"< {digits(2, row['tokens_per_s'])}"}
+    time = format_time(row["seconds"], SLOWER) if row is first else more
+    return {"time>": time, "tokens/s>": format_speed(row["tokens_per_s"])}
 
 
 # ---- the longest sequence
@@ -258,9 +273,9 @@ def format_settings(plans: list[CommandPlan]) -> str:
             "a step is<": f"{settings.grad_accum_steps} x {settings.batch_size} x "
             f"{settings.seq_len:,} tokens",
             "policy<": plan.policy,
-            "peak>": format_bytes(plan.peak),
-            "time>": f"~{format_time(plan.seconds)}",
-            "tokens/s>": f"~{digits(3, plan.tokens_per_s)}",
+            "peak>": plan.peak,
+            "time>": format_time(plan.seconds, SLOWER),
+            "tokens/s>": format_speed(plan.tokens_per_s),
         }
         for plan in plans[:SETTINGS]
         for settings in [plan.settings]
@@ -274,14 +289,10 @@ def format_settings(plans: list[CommandPlan]) -> str:
 def at_peak(record: StepRecord) -> list[Row]:
     """Return the groups of storages that are alive at the peak, the largest first, in the form of
     the JSON file. Their bytes add up to exactly the peak."""
-    by_group = defaultdict[tuple[str, str], list[Storage]](list)
-    for storage in record.at_peak:
-        by_group[group_name_and_kind(storage)].append(storage)
-    groups = [describe(name, storages) for (name, _), storages in by_group.items()]
-    return sorted(groups, key=lambda group: -group["bytes"])
+    return [*map(describe, record.groups_at_peak)]
 
 
-def describe(name: str, storages: list[Storage]) -> Row:
+def describe(storages: list[Storage]) -> Row:
     """Describe a group: storages that are equal except for their block, or (for example) all
     weights. The group has at least one storage. Its shape is "12288x3072 bf16", or "" if the
     shapes differ. Its line is the one that made most of the storages; "" if they are of a kind
@@ -293,7 +304,7 @@ def describe(name: str, storages: list[Storage]) -> Row:
     }
     is_kind = n > 1 and first.kind in GROUP_NAME_BY_KIND
     return {
-        "name": first.name if n == 1 else name,
+        "name": first.name if n == 1 else group_name_and_kind(first)[0],
         "kind": first.kind,
         "count": n,
         "bytes": sum(storage.nbytes for storage in storages),
@@ -314,7 +325,7 @@ def format_peak(record: StepRecord, name: str) -> str:
         shown = [*shown, more | dict.fromkeys(("shape", "line", "why"), "")]
     lines = [
         {
-            "bytes>": format_bytes(group["bytes"]),
+            "bytes>": group["bytes"],
             "share>": f"{group['bytes'] / peak:.1%}",
             "what<": f"{group['count']} x {group['name']}".removeprefix("1 x "),
             "shape<": group["shape"],
@@ -330,14 +341,14 @@ def format_peak(record: StepRecord, name: str) -> str:
 # ---- Formatting
 
 
-def align(lines: list[dict[str, str]]) -> str:
+def align(lines: Sequence[Mapping[str, str | float]]) -> str:
     """Return lines (column name -> cell) as a table with a header. "<" at the end of a column's
-    name aligns it left, ">" aligns it right."""
+    name aligns it left, ">" aligns it right. Numbers are bytes: a column of them has one unit."""
     columns = []
     for name in lines[0]:
-        cells = [name[:-1], *(line[name] for line in lines)]
-        width = max(map(len, cells))
-        columns.append([f"{cell:{name[-1]}{width}}" for cell in cells])
+        cells: list[Any] = [line[name] for line in lines]
+        texts = [name[:-1], *(cells if isinstance(cells[0], str) else format_sizes(cells))]
+        columns.append([f"{text:{name[-1]}{max(map(len, texts))}}" for text in texts])
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
@@ -347,10 +358,17 @@ def digits(n: int, x: float) -> str:
     return f"{rounded:,.{max(0, n - 1 - math.floor(math.log10(rounded)))}f}"
 
 
-def format_time(seconds: float) -> str:
+def format_speed(tokens_per_s: float) -> str:
+    """Return predicted tokens/s as a range: "14,000 to 18,000"."""
+    return f"{digits(2, tokens_per_s / SLOWER)} to {digits(2, tokens_per_s)}"
+
+
+def format_time(seconds: float, slower: float = 1) -> str:
     """Return a time as text with two significant digits, because it is an estimate: "54 ms",
-    "1.2 s", "25 min", "17 h", "5.2 days"."""
+    "1.2 s", "25 min", "17 h", "5.2 days"; or the range up to `slower` times as long: "16 to 20 h".
+    """
     units = ((0.001, "ms", 1000), (1, "s", 90), (60, "min", 90), (3600, "h", 100))
     found = (unit for unit in units if seconds < unit[0] * unit[2])
     size, name, _ = next(found, (86400, "days", None))
-    return f"{digits(2, seconds / size)} {name}"
+    ends = dict.fromkeys(digits(2, end / size) for end in (seconds, slower * seconds))
+    return f"{' to '.join(ends)} {name}"

@@ -18,10 +18,11 @@ from data import MiniGPTError
 from memory import MemorySavingGPT
 from model import MiniGPTConfig
 from planner import Layout
-from planner.cards import CARDS, THIS_MACHINE
+from planner.cards import CARDS, THIS_MACHINE, is_before_ampere
 from planner.choose import nested_checkpoint_policies
 from planner.roofline import LINK_EFFICIENCY, LINKS
 from planner.shards import state_bytes
+from planner.units import format_sizes
 from trainer.device import (
     MemoryBudget,
     budget_on,
@@ -30,7 +31,6 @@ from trainer.device import (
     is_available,
     set_matmul_precision,
 )
-from trainer.metrics import format_bytes
 from trainer.optimizer import initial_param_state, make_param_groups
 from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG, StepPlan, card_for, vocab_size_of
 from trainer.settings import Settings, to_words
@@ -171,8 +171,7 @@ def plan_for_command(settings: Settings, layout: Layout) -> CommandPlan:
     if named or settings.card is None and not is_available(kind):
         device, memory = torch.device(kind), named.memory if named else None
         budget = MemoryBudget(settings.memory_budget or memory, kind)
-        # False for GPUs before Ampere, which multiply float16 faster than bfloat16.
-        native = not named or named.flops[1] >= named.flops[2]
+        native = not named or not is_before_ampere(named)
     else:
         device = choose_device(kind)
         budget = budget_on(device, settings.memory_budget, n if device.type == "cpu" else 1, here=n)
@@ -270,11 +269,11 @@ def advice_on_state(plan: CommandPlan) -> str:
     fits is another question to the planner."""
     usable = plan.bytes_within_margin
     changes = ((c, plan.with_flags(**c).state_bytes) for c in changes_of_training(plan.settings))
-    ways = [
-        f"{' '.join(to_words(c))} ({format_bytes(size)})" for c, size in changes if size < usable
-    ]
+    sizes = {" ".join(to_words(c)): size for c, size in changes if size < usable}
+    state, room, *texts = format_sizes([plan.state_bytes, usable, *sizes.values()])
+    ways = [f"{flags} ({size})" for flags, size in zip(sizes, texts, strict=True)]
     return (
         f"weights, gradients and {optimizer_name(plan.settings)}'s state alone take "
-        f"{format_bytes(plan.state_bytes)}, more than the {format_bytes(usable)} that tensors may "
-        f"take: plan what has less state, {', or '.join([*ways, OTHER_WAYS])}"
+        f"{state}, more than the {room} that tensors may take: plan what has less state, "
+        f"{', or '.join([*ways, OTHER_WAYS])}"
     )

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from planner import CARDS
-from planner.cards import canonical_card_name, match_card
+from planner import CARDS, card
+from planner.cards import canonical_card_name, is_before_ampere, match_card
+from scripts import plan_memory
 
 # What torch.cuda.get_device_name() says -> the card. (Names of the form "NVIDIA <card>" and "NVIDIA
 # GeForce <card>" are drawn from the table.)
@@ -51,20 +52,20 @@ def test_a_device_is_found_by_its_name():
     """By what torch calls it, and its memory; and by a person who types that."""
     drawn = {f"NVIDIA {'GeForce ' * ('X' in name)}{name}": name for name in CARDS}
     for name, known in (drawn | REPORTED).items():
-        card = CARDS[known]
-        assert match_card(name, card.memory) is match_card(name, round(1.1 * card.memory)) is card
-        assert match_card(name, card.memory // 2) is not card  # a part of it
+        this = CARDS[known]
+        assert match_card(name, this.memory) is match_card(name, round(1.1 * this.memory)) is this
+        assert match_card(name, this.memory // 2) is not this  # a part of it
         sizes = {
             n for n in CARDS if n.startswith(canonical_card_name(name).rstrip("0123456789GB "))
         }
         assert known in sizes
     for name in re.split("[|\n]", OTHERS):
-        assert all(match_card(name, card.memory) is None for card in CARDS.values()), name
+        assert all(match_card(name, each.memory) is None for each in CARDS.values()), name
         with pytest.raises(ValueError, match="unknown card"):
             canonical_card_name(name)
     assert {canonical_card_name(name) for name in re.split("[|\n]", SOLD)} <= {*CARDS}
-    assert all(list(card.flops) == sorted(card.flops) for card in CARDS.values())
-    kinds = {name: card.device_type for name, card in CARDS.items()}
+    assert all(list(each.flops) == sorted(each.flops) for each in CARDS.values())
+    kinds = {name: each.device_type for name, each in CARDS.items()}
     assert kinds["MI300X"] == kinds["RTX 4090"] == "cuda" and kinds["M4 Max 40-core"] == "mps"
 
 
@@ -77,16 +78,47 @@ def test_a_person_may_be_brief_but_not_unclear():
         "RTX 4060 Ti 16GB": ("4060 ti", "rtx 4060ti", "RTX-4060-Ti-16GB"),
         "M4 Max 40-core": ("m4 max 40 core", "Apple M4 Max 40-core"),
     }
-    for card in CARDS:
-        for name in (card, card.lower().replace(" ", "-"), *brief.get(card, ())):
-            assert canonical_card_name(name) == card, name
+    for full in CARDS:
+        for name in (full, full.lower().replace(" ", "-"), *brief.get(full, ())):
+            assert canonical_card_name(name) == full, name
     near = {"4070 tii": "RTX 4070 Ti or ", "4009": "RTX 4090 or "}
     for name in (*near, "rtx", "", "8800 GTX"):
         with pytest.raises(ValueError) as caught:
-            canonical_card_name(name)
+            card(name)
         hint = f"; did you mean {near[name]}" if name in near else "; --card list has all names"
         way = "--device cuda --memory-budget 16GiB tells what fits"
         assert str(caught.value).startswith(f"unknown card {name!r}: {way}{hint}")
         assert len(str(caught.value)) < 220
-    with pytest.raises(ValueError, match=", ".join(CARDS)):
-        canonical_card_name("list")
+    assert card("rtx 3090") is CARDS["RTX 3090"]
+
+
+def test_all_names_are_a_table(capsys):
+    assert plan_memory.main(["--card", "list"]) == 0
+    *lines, _ = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(CARDS) and len(set(map(len, lines))) == 1
+    assert "T4 14.5 GiB 65.0 TFLOP/s 320 GB/s" in [re.sub(" +", " ", line) for line in lines]
+
+
+def test_what_is_said_of_a_card():
+    """Its other sizes; that it is older than Ampere, as NVIDIA's are with a faster float16."""
+    old = {name for name, each in CARDS.items() if is_before_ampere(each)}
+    slow = {name for name, each in CARDS.items() if each.flops[1] < each.flops[2]}
+    assert old >= {"GTX 1080"} | slow - {"MI100"} and not old & {
+        "RTX 3050 6GB",
+        "RTX 2000 Ada",
+        "A10",
+        "A100",
+        "L4",
+        "H100",
+        "MI100",
+        "M4",
+    }
+    for name, precision, sizes in (
+        ("T4", "float16", ""),
+        ("A100", "bfloat16", "--card A100-40GB"),
+        ("RTX-3060", "bfloat16", "--card RTX-3060-8GB"),
+    ):
+        typed = plan_memory.parse(f"--card {name} --use-toy-data".split())
+        said = plan_memory.describe_target(plan_memory.make_plan(typed), typed.script)
+        assert f", {precision}\n" in said and ("Ampere" in said) == (precision == "float16")
+        assert re.findall("another size of memory: (.*)", said) == [sizes] * bool(sizes)

@@ -1,6 +1,7 @@
 """python -m scripts.plan_memory answers before the run, in the trainers' own flags."""
 
 import re
+from itertools import groupby
 
 import pytest
 import torch
@@ -13,12 +14,22 @@ from planner import CARDS, KINDS, Planner
 from planner.choose import UNIFORM_POLICIES
 from planner.roofline import LINKS
 from planner.shards import gathered_bytes
+from planner.units import format_bytes, format_sizes
 from scripts import plan_memory
-from scripts.plan_table import as_row, cost, digits, format_time, recommend
+from scripts.plan_table import (
+    as_row,
+    cost,
+    digits,
+    format_speed,
+    format_table,
+    format_time,
+    recommend,
+    same_choice,
+)
 from scripts.plans import OTHER_WAYS
 from trainer.device import MemoryBudget
 from trainer.flags import byte_count
-from trainer.metrics import format_bytes
+from trainer.settings import resolve, to_words
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 GIB = 2**30
@@ -53,7 +64,8 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
     mix = [name for name in answer.rows if ":" in name]
     assert bool(mix) == (takes is None)
     assert [n for n in answer.rows if n not in mix] == [*policies, "full+offload"]
-    for row, line in zip(answer.json["rows"], answer.table[1:], strict=True):
+    shown = (next(rows) for _, rows in groupby(answer.json["rows"], same_choice))
+    for row, line in zip(shown, answer.table[1:], strict=True):
         plan = plain.with_policy(row["name"])
         step = plan.step
         sizes = [row[f"{name}_bytes"] for name in ("peak", "kept", "host")]
@@ -61,7 +73,7 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
             sizes == [step.peak, step.kept, step.host_bytes]
             and row["at_peak"] == step.bytes_by_kind_at_peak
         )
-        assert row["fits"] == (step.peak <= room.limit_bytes)
+        assert row["fits"] == (step.peak <= room.bytes_beside_context)
         assert (
             row["fits_safely"]
             == (step.peak <= room.bytes_within_margin)
@@ -71,9 +83,9 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
         assert re.search(f"  {word} +{row['largest_batch']:,}$", line)
         if plan.card:
             assert row["seconds"] == pytest.approx(plan.seconds, rel=1e-9)
-            bounds = f"<{digits(3, row['tokens_per_s'])}"  # no clock knows the copies of offload
-            estimate = bounds if "offload" in row["name"] else bounds.replace("<", "~")
-            assert f"  {estimate}  {word} " in line
+            least, most = (digits(2, row["tokens_per_s"] / slower) for slower in (1.25, 1))
+            # No clock knows the copies of offload
+            assert f"  {'<' if 'offload' in row['name'] else f'{least} to'} {most}  {word} " in line
             assert row["tokens_per_s"] == pytest.approx(sequences * 32 / plan.seconds)
     fitting = [row for row in answer.json["rows"][:-1] if row["fits_safely"]]
     by = "seconds" if plain.card else "recomputed_flops_share"
@@ -108,6 +120,31 @@ def test_the_extra_flops_are_those_of_a_changed_mlp(monkeypatch):
         )
     blocks, tokens, weights = 2, BATCH * 32, 16 * 64
     assert extra[1] - extra[0] == pytest.approx(2 * blocks * tokens * weights)
+
+
+def test_what_offers_no_choice_is_one_line():
+    """Rows of equal bytes; and, of those that do not fit, of one printed peak. A GPU keeps half a
+    GiB for its context, and a column has one unit."""
+    budgets = (24, "cuda", False), (1, "cuda", False), (24, "cpu", False), (24, "cuda", True)
+    left = [MemoryBudget(n * GIB, *device).bytes_beside_context / GIB for n, *device in budgets]
+    assert left == [23.5, 0.75, 24, 24]  # never less than the margin; what is free has a context
+    rows = [
+        {
+            "policy": name, "peak_bytes": peak * GIB, "kept_bytes_per_block": kept * GIB,
+            "fits": peak < 23.5, "fits_safely": peak < 21, "largest_batch": batch,
+            "where": "head", "kept_bytes": kept, "recomputed_flops_share": 0.5, "seconds": None,
+        }
+        for name, peak, kept, batch in (
+            *(("none", 23.61, 4, 0), ("cheap", 23.59, 3, 0), ("mlp", 23.4, 2, 0)),
+            *(("sdpa", 0.3, 1, 9), ("full", 0.3, 0.05, 9), ("full/2", 0.3, 0.05, 9)),
+        )
+    ]  # fmt: skip
+    assert [re.sub(" +", " ", line) for line in format_table(rows, "full/2").splitlines()[1:]] == [
+        " none to cheap 23.6 GiB head 4,096.0 MiB 50.0% no 0",
+        " mlp 23.4 GiB head 2,048.0 MiB 50.0% tight 0",
+        " sdpa 0.3 GiB head 1,024.0 MiB 50.0% yes 9",
+        "> full to full/2 0.3 GiB head 51.2 MiB 50.0% yes 9",
+    ]
 
 
 # ---- what to run
@@ -165,6 +202,13 @@ def test_the_state_is_that_of_the_step():
         assert plan.state_bytes == kept + rows + gathered * (plan.layout.shard_degree > 1)
 
 
+def test_help_begins_with_what_matters(capsys):
+    assert plan_memory.main(["--help"]) == 0
+    usage, _, _, first, *_ = capsys.readouterr().out.split("\n\n")
+    named = re.findall("^  (--[a-z-]+)", first, re.M)
+    assert usage.endswith(" [FLAG ...]") and len(named) == 10 and named[:2] == ["--model", "--card"]
+
+
 # ---- what is planned for
 
 
@@ -216,19 +260,23 @@ def test_the_flags_say_what_is_planned_for(flags, kind, precision, gib, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("flags", "vocabulary"),
+    ("flags", "vocabulary", "added"),
     [
-        ("", 1024),
-        ("--vocab-size 300", 300),
-        ("--train-data x.txt", 50257),
-        ("--train-data x.txt --tokenizer-name byte", 257),
-        ("--model gpt2 --n-layers 6", 50257),
-        ("--use-toy-data", 256),
+        ("", 1024, "--num-tokens 1B"),
+        ("--vocab-size 300 --num-steps 9", 300, ""),
+        ("--train-data x.txt", 50257, "--num-tokens 1B"),
+        ("--train-data x.txt --tokenizer-name byte --num-tokens 9", 257, ""),
+        ("--model gpt2 --n-layers 6", 50257, "--train-data YOUR_TEXT --num-tokens 1B"),
+        ("--model gpt2 --num-tokens 9", 50257, "--train-data YOUR_TEXT"),
+        ("--use-toy-data", 256, "--num-tokens 1B"),
     ],
 )
-def test_the_vocabulary_is_known_without_data(flags, vocabulary):
-    plan = plan_memory.make_plan(plan_memory.parse(flags.split()))
+def test_the_vocabulary_is_known_without_data(flags, vocabulary, added):
+    """And what the data of a command need in addition, to be those whose time is told."""
+    settings = plan_memory.parse(flags.split())
+    plan = plan_memory.make_plan(settings)
     assert plan.vocab_size == plan.config.vocab_size == vocabulary and plan.policy == "none"
+    assert " ".join(to_words(plan_memory.data_of_run(plan, settings))) == added
 
 
 def test_this_machine_is_measured(monkeypatch):
@@ -258,7 +306,10 @@ def test_the_whole_run(flags, tokens, steps, words):
     seconds = steps * answer.rows[answer.json["takes"]]["seconds"]
     assert run == {"tokens": tokens, "steps": steps, "seconds": pytest.approx(seconds, rel=1e-9)}
     (said,) = re.findall(r"^run      (.*); without data, ", answer.out, re.M)
-    assert said == f"{words}: about {format_time(run['seconds'])}"
+    assert said == f"{words}: {format_time(run['seconds'], 1.25)}"
+    # A trainer takes the command, and trains as long as was told.
+    command = typed(" ".join(answer.command).partition(".py ")[2])
+    assert resolve(command, question(flags).layout).num_steps == steps
 
 
 @pytest.mark.parametrize(
@@ -269,6 +320,10 @@ def test_the_whole_run(flags, tokens, steps, words):
                        450_000: "5.2 days", 10**8: "1,200 days"},
         (lambda x: digits(2, x)): {0.0054: "0.0054", 4.0: "4.0", 9.96: "10", 358_123: "360,000"},
         (lambda x: digits(3, x)): {0.0054: "0.00540", 9.96: "9.96", 54: "54.0"},
+        (lambda x: format_time(x, 1.25)): {0.02: "20 to 25 ms", 88: "88 to 110 s"},
+        format_speed: {17_700: "14,000 to 18,000"},
+        (lambda x: " ".join(format_sizes([x, 5 * GIB]))): {0: "0.0 GiB 5.0 GiB",
+             300 * 2**20: "0.3 GiB 5.0 GiB", 100 * 2**20: "100.0 MiB 5,120.0 MiB"},
         byte_count: {"8GiB": 2**33, "8gib": 2**33, "1.5 MiB": 3 * 2**19, "8GB": 8 * 10**9,
                      "500b": 500, "8G": 2**33, "500 m": 500 * 2**20, "2kib": 2048, "3k": 3072},
     }.items() for value, words in pairs.items()],

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memory import MemorySavingGPT
 from model import MiniGPTConfig
-from planner import Planner, plan_step
+from planner import Planner, StepMemory, plan_step
+from planner.units import format_bytes
 
 B, T, V, C = 4, 32, 97, 64
 IDS, LABELS = torch.arange(2 * B * T).reshape(2, B, T) % V
@@ -175,14 +176,28 @@ class SumOf(nn.Module):
 def test_cuda_updates_all_weights_at_once_if_nothing_fuses_it():
     """A tensor of their size lies beside them. A CPU updates one weight after the other."""
 
-    def update(device_type: str, **how: bool) -> int:
+    def plan(device_type: str, **how: bool) -> StepMemory:
         model, make = nn.Sequential(nn.Linear(C, C), SumOf()), partial(torch.optim.AdamW, **how)
-        step = plan_step(model, X, make, device_type=device_type)
+        return plan_step(model, X, make, device_type=device_type)
+
+    def update(step: StepMemory) -> int:
         return step.bytes_by_op[step.phase_slice("optimizer")].max()
 
-    assert update("cuda") == update("cuda", foreach=True)
-    assert update("cuda") >= update("cuda", fused=True) + 4 * C * C
-    assert update("cuda") > update("cpu")
+    told, fused = plan("cuda"), plan("cuda", fused=True)
+    assert update(told) == update(plan("cuda", foreach=True)) > update(plan("cpu"))
+    assert update(told) >= update(fused) + 4 * C * C and "hint" not in str(fused)
+    assert str(told).endswith(f"fused=True), it is {format_bytes(told.peak - fused.peak)} less")
+
+
+def test_a_printed_step_is_a_verdict():
+    """Where its peak is, its kinds that count, its five largest groups by the names of modules."""
+    model = Tied()
+    step = plan_step(model, (IDS, LABELS), adamw, blocks=model.blocks)
+    kinds = {kind for kind, n in step.bytes_by_kind_at_peak.items() if n >= step.peak / 100}
+    first, *lines = str(step).splitlines()
+    assert re.fullmatch(f"peak +{format_bytes(step.peak)}  {step.peak_location}", first)
+    named = {name for name, _ in step.largest_at_peak}
+    assert {line[21:] for line in lines} == kinds | named >= {"3 x blocks.*: softmax"}
 
 
 def state_of(model: nn.Module) -> Any:

@@ -11,11 +11,14 @@ from torch.nn.attention import SDPBackend
 
 from data.errors import MiniGPTError
 from memory import MemorySavingGPT
+from planner.units import format_sizes
 
-from .metrics import format_bytes
 from .settings import Settings
 
 GIB = 2**30
+# Bytes that a CUDA context and the code of kernels take at least. (docs/evidence.md, "Not counted":
+# 0.5 to 0.9 GiB)
+CUDA_CONTEXT = GIB // 2
 # Kernels for attention while text is generated: all but cuDNN's, which makes a new graph (estimate:
 # 20 to 40 ms) for each number of keys, and this number grows by one with each token.
 GENERATION_KERNELS = [
@@ -218,10 +221,19 @@ class MemoryBudget:
         """Bytes that tensors may use: the total minus the margin; None: unknown."""
         return None if self.limit_bytes is None else self.limit_bytes - self.margin
 
+    @property
+    def bytes_beside_context(self) -> int | None:
+        """Bytes that tensors can take at most, without any margin: the total minus CUDA_CONTEXT
+        (minus the margin, if that is less); None: unknown. The free memory of a GPU is what a
+        context has left."""
+        needs_context = self.device_type == "cuda" and not self.is_free
+        context = min(CUDA_CONTEXT, self.margin) if needs_context else 0
+        return None if self.limit_bytes is None else self.limit_bytes - context
+
     def __str__(self) -> str:
         """Return the usable bytes as text: "54.0 MiB (60.0 MiB less a margin of 6.0 MiB)"."""
-        usable, total, margin = map(
-            format_bytes, (self.bytes_within_margin or 0, self.limit_bytes or 0, self.margin)
+        usable, total, margin = format_sizes(
+            [self.bytes_within_margin or 0, self.limit_bytes or 0, self.margin]
         )
         return f"{usable} ({total}{' free,' * self.is_free} less a margin of {margin})"
 

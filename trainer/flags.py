@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from memory import parse_recompute_plan
 from model import MiniGPTConfig
-from planner.cards import canonical_card_name
+from planner.cards import CARDS, THIS_MACHINE, canonical_card_name
 
 # Upper limits, far above any useful value, which reject a typing error before it fills the memory.
 MAX_COUNT = 10**9
@@ -105,11 +105,26 @@ def check_policy_string(text: str) -> str:
 
 
 def card_name(text: str) -> str:
-    """Return the card's name in CARDS, or THIS_MACHINE (argparse type)."""
+    """Return the card's name in CARDS, or THIS_MACHINE (argparse type). For the text "list", print
+    a table of the cards and end, as --help does."""
+    if text == "list":
+        print(list_cards())
+        sys.exit()
     try:
         return canonical_card_name(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def list_cards() -> str:
+    """Return a table of CARDS: memory, peak rate of matrix products in the faster one of bfloat16
+    and float16, peak bandwidth of the memory."""
+    lines = [
+        f"{each.name:30}{each.memory / 2**30:8.1f} GiB{max(each.flops) / 1e12:9,.1f} TFLOP/s"
+        f"{each.bytes_per_s / 1e9:8,.0f} GB/s"
+        for each in CARDS.values()
+    ]
+    return "\n".join([*lines, f"{THIS_MACHINE:30} (measured in about three seconds)"])
 
 
 def replace_fields_by_flags(message: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from data.errors import MiniGPTError
+from planner.units import format_bytes
 
 from .settings import Settings
 from .snapshot import SaveError, State, describe_save_error, sibling_path, writing_atomically
@@ -227,15 +228,6 @@ def format_validation(record: LogRecord) -> str:
     per byte if the record has none."""
     bits = record["val_bits_per_byte"]
     return format_loss(record["val_loss"]) + (f" ({bits:.3f} bits/byte)" if bits else "")
-
-
-def format_bytes(count: float) -> str:
-    """Return a number of bytes as text with a binary unit: 1536 -> "1.5 KiB"."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while count >= 1024 and len(units) > 1:
-        count /= 1024
-        units.pop(0)
-    return f"{count:.0f} B" if units[0] == "B" else f"{count:,.1f} {units[0]}"
 
 
 def format_time(seconds: float) -> str:

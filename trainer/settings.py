@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Flag, auto
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -173,8 +174,8 @@ class Settings:
     card: str | None = row(None, card_name, metavar="NAME",
         help="card for predicted times: auto, and a run that runs out of memory, choose the "
         "policy that is predicted to be fastest on this card: H100, \"RTX 4090\", ..., or "
-        "this-machine, which is measured (default: the CUDA GPU's own name; without a known "
-        "GPU, the policy that recomputes the fewest FLOPs is chosen)")
+        "this-machine, which is measured; list prints all cards (default: the CUDA GPU's own "
+        "name; without a known GPU, the policy that recomputes the fewest FLOPs is chosen)")
     loss_chunks: int = row(0, COUNT_OR_ZERO,
         help="compute head and loss in N chunks of tokens; 1 = all at once, 0 = automatic "
         "(default: 0)")
@@ -285,12 +286,13 @@ class Settings:
         argv: Sequence[str] | None,
         prog: str,
         description: str = "Train a MiniGPT and see what activation memory costs.",
+        first: Sequence[str] = (),
         **defaults: Any,
     ) -> S:
         """Return the settings of the command-line words `argv`; None: those of this process.
 
-        `defaults`: this program's own defaults, by flag. If a word is wrong, prints one line and
-        ends with exit code 2.
+        `first`: the flags that --help shows before all others. `defaults`: this program's own
+        defaults, by flag. If a word is wrong, prints one line and ends with exit code 2.
         """
         # With SUPPRESS the result has the typed flags only.
         parser: Any = OneLineParser(
@@ -298,16 +300,18 @@ class Settings:
             description=description,
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
+            usage=f"{prog} [FLAG ...]",
         )
-        group = parser
-        for row in fields(cls):
-            if row.metadata:
-                if row.metadata["group"]:
-                    group = parser.add_argument_group(row.metadata["group"])
-                default = defaults.get(row.name, row.default)
-                options = row.metadata["options"]
-                shown = options | {"help": options["help"].replace("{default}", str(default))}
-                group.add_argument(flag(row.name), default=argparse.SUPPRESS, **shown)
+        rows, group = {row.name: row for row in fields(cls) if row.metadata}, ""
+        group_of = {name: (group := row.metadata["group"] or group) for name, row in rows.items()}
+        group_of |= dict.fromkeys(first, "what matters first")
+        rest = [name for name in rows if name not in first]
+        for title, names in groupby([*first, *rest], group_of.get):
+            add = parser.add_argument_group(title).add_argument
+            for name in names:
+                default, options = rows[name].default, rows[name].metadata["options"]
+                words = options["help"].replace("{default}", str(defaults.get(name, default)))
+                add(flag(name), default=argparse.SUPPRESS, **options | {"help": words})
         return cls.from_given_flags(vars(parser.parse_args(argv)), **defaults)
 
     @classmethod
