@@ -178,8 +178,8 @@ def describe_target(plan: CommandPlan, script: str) -> str:
         names = " or ".join(f"--card {name.replace(' ', '-')}" for name in other_sizes(card))
         lines += [f"note     also sold with another size of memory: {names}"] * bool(names)
         lines += is_before_ampere(card) * [
-            "note     older than Ampere: no bfloat16 in hardware, and no FlashAttention, whose "
-            "time and workspace are planned"
+            "note     older than Ampere: no bfloat16 in hardware, and no FlashAttention, though "
+            "its time and workspace are planned"
         ]
     unknown = f"no {kind} here: --memory-budget 8GiB, for example, shows what fits"
     limit = unknown if budget.limit_bytes is None else f"tensors may take {budget}"

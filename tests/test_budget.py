@@ -45,7 +45,7 @@ def test_the_tightest_limit_counts_and_a_tenth_stays_free(files, expected, tmp_p
     ("room", "words"),
     [
         (MemoryBudget(60 << 20, "cpu"), "54.0 MiB (60.0 MiB less a margin of 6.0 MiB)"),
-        (MemoryBudget(2 << 30, "cuda"), "1.5 GiB (2.0 GiB less a margin of 512.0 MiB)"),
+        (MemoryBudget(2 << 30, "cuda"), "1.5 GiB (2.0 GiB less a margin of 0.5 GiB)"),
         (MemoryBudget(8 << 30, "cuda"), "7.0 GiB (8.0 GiB less a margin of 1.0 GiB)"),
         (
             MemoryBudget(20 << 30, "cuda", True),

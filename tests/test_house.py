@@ -18,13 +18,13 @@ FLOOR["data"] = FLOOR["planner"]
 ROOMS = {
     "the root": 405,
     "memory": 560,
-    "planner": 1_130,
+    "planner": 1_164,
     "trainer": 1_830,
     "data": 490,
-    "scripts": 1_200,
+    "scripts": 1_220,
     "studies": 66,
-    "all without tests": 5_630,
-    "tests": 5_650,
+    "all without tests": 5_690,
+    "tests": 5_690,
 }
 FILES_IN = {"trainer": 20, "scripts": 16}
 # Of a file: what is read from top to bottom, and pages.
