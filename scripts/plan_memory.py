@@ -205,26 +205,27 @@ def command_line(typed: PlanSettings, **changes: Any) -> str:
 def answer(plan: CommandPlan, typed: PlanSettings, taken: CommandPlan | None) -> str:
     """Return the lines before the table: what fits, the time of the whole run, the command; or why
     nothing fits, and the cheapest change that does. `taken`: the recommended plan."""
+    data = data_of_run(plan, typed) if plan.card else {}
     if taken is None:
         text, change = advice(plan)
-        return f"nothing fits; {text}" + (f"\n{command_line(typed, **change)}" if change else "")
+        command = command_line(typed, **data, **change) if change else ""
+        return f"nothing fits; {text}\n{command}".rstrip()
     batch = f"batch {taken.settings.batch_size:,} with {taken.policy}"
     peak = " of ".join(format_sizes([taken.peak, plan.bytes_within_margin]))
     lines = [f"fits     {batch}: {peak}; at most batch {taken.largest_batch:,}"]
-    run, flags = whole_run(taken), changes(taken, plan.settings)
+    run = whole_run(taken)
     if run["seconds"]:
         time = format_time(run["seconds"], 1 if offloads(taken) else SLOWER)
         words = f"{run['tokens']:,} tokens, {run['steps']:,} steps"
         without = "data, evaluation" if plan.link else "data, communication, evaluation"
         lines.append(f"run      {words}: {'more than ' * offloads(taken)}{time}; without {without}")
-        flags = data_of_run(plan, typed) | flags
-    return "\n".join([*lines, command_line(typed, **flags)])
+    return "\n".join([*lines, command_line(typed, **data, **changes(taken, plan.settings))])
 
 
 def data_of_run(plan: CommandPlan, typed: PlanSettings) -> dict[str, Any]:
-    """Return the flags without which the command would train on other data than `whole_run` has."""
+    """Return the flags that make a command train on the tokens of `whole_run`: as many, and text of
+    one's own for GPT-2's vocabulary, because Python's standard library has no billion tokens."""
     given = typed.typed.keys()
-    # Python's standard library has no billion tokens of GPT-2's vocabulary.
     is_default = plan.vocab_size == 50257 and not given & {"train_data", "use_toy_data"}
     text = {"train_data": "YOUR_TEXT"} if is_default else {}
     return text | ({} if given & {"num_steps", "num_tokens"} else {"num_tokens": "1B"})
