@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 # KV cache of a layer: [] or [keys, values], each (B, H, tokens so far, D). None: no cache.
 KVCache = list[Tensor] | None
-# Layers that `init_weights` initializes, including those that only a changed model may have.
+# Layers that `init_weights` initializes, and types of layers that only changed models use.
 INITIALIZED_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Conv1d)
 
 
@@ -45,7 +45,7 @@ class MiniGPTConfig:
     # Memory settings: results stay bitwise equal under `recompute`; chunks change their rounding.
     recompute: str = "none"  # "full": checkpoint each block. MemorySavingGPT has more policies
     loss_chunks: int = 0  # chunks of tokens in the head and the loss; 0: MemorySavingGPT chooses
-    mlp_chunks: int = 1  # chunks of ln_2 and the MLP where backward recomputes them; 0: as above
+    mlp_chunks: int = 1  # chunks of ln_2 and the MLP where backward recomputes them; 0: it chooses
 
     def __post_init__(self) -> None:
         shape = "vocab_size max_position_embeddings n_layers n_heads d_model d_ff".split()

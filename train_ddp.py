@@ -59,9 +59,9 @@ class DDPProcess(TorchrunProcess):
         set_expanded_zero_grads(model)
         group = self.new_nccl_group()
         self.wrapper: Any = DDP(model, process_group=group, gradient_as_bucket_view=True)
-        # A communication hook replaces DDP's averaging of each bucket of gradients. (Each is in a
-        # lambda: DDP rejects the first for its annotations, which are strings, and without NCCL the
-        # second for its name, although it works with gloo.)
+        # A communication hook replaces DDP's averaging of each bucket of gradients. (The lambdas:
+        # DDP rejects pairwise_all_reduce_hook for its annotations, which are strings, and without
+        # NCCL it rejects bf16_compress_hook for its name, although that works with gloo.)
         if settings.reproducible_sums and self.layout.world_size > 1:
             stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
             self.wrapper.register_comm_hook(

@@ -131,8 +131,9 @@ def accumulate(run: Run) -> list[Tensor]:
             losses.append(loss.detach())
             clock.begin_phase("backward")
             # Backward adds to `.grad`. (`gradient_tree` acts only with --reproducible-sums, the
-            # scaler only with float16.) Each loss is divided by the number of micro-batches in the
-            # sum. An infinite loss gets NaN gradients, so that no update follows.
+            # scaler only with float16.) Each loss is divided by the number of micro-batches of this
+            # process or, with --reproducible-sums, of all processes. An infinite loss gets NaN
+            # gradients, so that no update follows.
             n_summed = n_global if settings.reproducible_sums else len(ids)
             loss = nan_grads_if_infinite(loss) / n_summed
             run.scaler.scale(loss).backward()
@@ -160,10 +161,10 @@ def evaluate(run: Run) -> dict[str, float | None]:
     """
     run.model.eval()
     batches = []  # (loss, tokens, bytes) per batch; read after the loop: a read waits for the GPU
-    for first in run.evaluation_rounds():  # fewer, if a signal asks for a stop
+    for first_batch in run.evaluation_rounds():  # fewer, if a signal asks for a stop
         # In the last round, a process without a batch of its own evaluates an earlier one again and
         # ignores the result, because the forward of a sharded model needs all processes.
-        i = first + run.process.layout.replica
+        i = first_batch + run.process.layout.replica
         input_ids, labels = run.val_batches[i % len(run.val_batches)]
         with run.autocast():
             loss = run.model(input_ids, labels)

@@ -79,7 +79,7 @@ class MemorySavingGPT(MiniGPT):
         config, blocks, offload = self.config, iter(self.blocks), Offload(self.offload_pool)
         # Where torch's checkpoint ignores the RNG, `activation_checkpoint` takes its place.
         loses_rng = config.dropout > 0 and checkpoint_loses_rng(self.token_embedding.weight.device)
-        plain = not self.training or config.recompute in ("none", "full") and not loses_rng
+        plain = not self.training or (config.recompute in ("none", "full") and not loses_rng)
         if plain and self.shard is None and config.mlp_chunks == 1:
             yield from super().block_calls()
             return
@@ -88,7 +88,7 @@ class MemorySavingGPT(MiniGPT):
         plan = recompute_plan_of_config(config)
         try:
             for i, (policy, size) in enumerate(plan.group_policies_and_sizes):
-                group, is_full = list(islice(blocks, size)), policy == "full"
+                group, checkpoint_in_forward = list(islice(blocks, size)), policy == "full"
                 call: Any = (
                     group[0] if size == 1 else partial(run_group_as_one_block, group, plan.nested)
                 )
@@ -98,16 +98,16 @@ class MemorySavingGPT(MiniGPT):
                 if policy_function:
                     call = partial(call, policy=policy_function)
                 # Checkpoint here, not in MiniGPT.forward: for the RNG (`loses_rng`), or because
-                # offload's hooks get a checkpoint's input only if installed outside of it.
-                if is_full and (plan.offload or loses_rng):
+                # offload's hooks must surround a checkpoint to get its input.
+                if checkpoint_in_forward and (plan.offload or loses_rng):
                     call = partial(activation_checkpoint, call, has_dropout=config.dropout > 0)
-                    is_full = False
+                    checkpoint_in_forward = False
                 if plan.offload:
-                    # Tensors of the last call stay: its backward comes first, and would copy them
-                    # back at once.
+                    # Tensors of the last call stay on the device: its backward comes first, and
+                    # would copy them back at once.
                     moves = policy != "none" and i + 1 < len(plan.group_policies_and_sizes)
                     call = offload.wrap(call, moves, group)
-                yield call, is_full
+                yield call, checkpoint_in_forward
         finally:
             offload.wait_for_copies()
 
@@ -143,6 +143,7 @@ class SequenceParallelGPT(MemorySavingGPT):
         # number, because some ranks have more labels than others.
         n_mine, n_all = has_label[:, mine].sum(), has_label.sum()
         share = loss.where(n_mine > 0, 0.0) * n_mine / n_all
-        # FSDP averages gradients over the ranks, but their sum is needed.
+        # FSDP averages gradients over the ranks, but their sum is needed. (A rank has one entry in
+        # `heads`.)
         times_n_ranks = partial(torch.mul, other=len(self.shard.heads))
         return WithBackward.apply(share, self.all_reduce, times_n_ranks)

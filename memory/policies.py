@@ -15,7 +15,7 @@ parts of a block run in activation checkpoints. Two rules determine the cost of 
   one half of a block (attention or MLP) ends before the dropout of that half, which `Block.forward`
   applies outside. A checkpoint around a whole block (`full`, `sdpa`), or around everything after
   attention (`qkv`), contains the last dropout: recomputation repeats the last c_proj if dropout is
-  on, and stops before it if dropout is off.
+  on, and stops before it if dropout is off. (`selective` keeps the result of that c_proj.)
 
 Under every policy the loss and the gradients are bitwise equal.
 
@@ -80,11 +80,12 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 class SavedRNGState:
-    """A state of a device's RNG: the first call saves it, later calls restore it."""
+    """A state of a device's RNG: the first call of `save_or_restore` saves it, later calls restore
+    it."""
 
     state: Tensor | None = None
 
-    def __call__(self, device: torch.device) -> None:
+    def save_or_restore(self, device: torch.device) -> None:
         if self.state is None:
             self.state = default_generator(device).get_state()
         else:
@@ -98,13 +99,13 @@ def with_replayed_rng(call: Callable) -> Callable:
 
     def replayable(x: Tensor, *more: Any, **named: Any) -> Any:
         is_replay, current = start.state is not None, SavedRNGState()
-        current(x.device)
-        start(x.device)
+        current.save_or_restore(x.device)
+        start.save_or_restore(x.device)
         try:
             return call(x, *more, **named)
         finally:
             if is_replay:
-                current(x.device)
+                current.save_or_restore(x.device)
 
     return replayable
 
@@ -188,9 +189,9 @@ def to_matmul(layer: Callable) -> Callable:
     """Return `layer`, which ends in a linear layer, in an activation checkpoint that also computes
     a Deferred input.
 
-    Early stop leaves the last matmul out of recomputation. torch.compile has no early stop: it
-    would repeat the matmul, because it drops the result, which the operator after it may save.
-    `options` therefore tells it to keep results of matmuls.
+    Early stop leaves the last matmul out of recomputation. torch.compile has no early stop and
+    would repeat that matmul, whose result the next operator may save, so `options` tells it to keep
+    results of matmuls.
     """
 
     def checkpointed(x: Any, *more: Any, **named: Any) -> Any:
@@ -255,9 +256,9 @@ def sizes_of_chunks(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
     """Return the number of tokens of each chunk of a sequence of `n_tokens`.
 
     `n_chunks`: the maximal number of chunks; 0: chunks of about `MLP_CHUNK_ELEMENTS` elements. All
-    chunks except the last have the same length, a multiple of CHUNK_MULTIPLE, and the last is no
-    shorter than that, if the sequence has so many tokens. Other lengths could change the results,
-    because some kernels round differently if a matmul has few rows, or in its last rows.
+    chunks except the last have the same length, a multiple of CHUNK_MULTIPLE, and the last has at
+    least CHUNK_MULTIPLE tokens, unless the sequence is shorter. Other lengths could change the
+    results, because some kernels round differently if a matmul has few rows, or in its last rows.
     """
     units = max(1, n_tokens // CHUNK_MULTIPLE)
     each = math.ceil(units / (n_chunks or math.ceil(n_tokens * d_ff / MLP_CHUNK_ELEMENTS)))
@@ -287,7 +288,7 @@ def keep_qkv_and_attention(block: Any, x: Tensor) -> Tensor:
     attn = View(block.attn, qkv=to_matmul(block.attn.qkv), c_proj=lambda y: y)
     without_c_proj = half(attn=attn).attention
     try:
-        return View(block, attention=end_at_attention)(x)  # (a changed block may end before it)
+        return View(block, attention=end_at_attention)(x)  # (a changed block may never call it)
     except AttentionCalled as call:
         inputs, named = call.args
     attended = without_c_proj(*inputs, **named)
@@ -321,7 +322,7 @@ MATMUL_OPS = [
 
 # From torch 2.14 on, this argument of torch's checkpoint decides whether hooks get the results that
 # a selective checkpoint keeps. Without it torch warns that a later release will give them to hooks
-# by default, with which offload would move more tensors than the planner predicts.
+# by default: offload would then move more tensors than the planner predicts.
 HAS_RESPECT_HOOKS_ARGUMENT = "respect_saved_tensors_hooks" in signature(torch_checkpoint).parameters
 HIDE_FROM_HOOKS_KWARGS = (
     {"respect_saved_tensors_hooks": False} if HAS_RESPECT_HOOKS_ARGUMENT else {}
@@ -355,11 +356,11 @@ def with_same_rng_after_attention(attention: Callable[..., Tensor]) -> Callable[
     On a GPU, attention draws its mask inside one operator. A recomputation that reuses the
     operator's result draws no mask, and the next dropout would get attention's random numbers.
     """
-    behind_attention = SavedRNGState()
+    rng_after_attention = SavedRNGState()
 
     def marked(x: Tensor, *more: Any, **named: Any) -> Tensor:
         attended = attention(x, *more, **named)
-        behind_attention(x.device)
+        rng_after_attention.save_or_restore(x.device)
         return attended
 
     return marked
@@ -404,8 +405,9 @@ POLICIES = {  # comments: kept bytes per block (BTC: B * T * C bytes); libraries
     "qkv": Policy("x qkv attention",  # 12 BTC
         "LayerNorms, attention's output layer and the MLP half are done again in backward",
         keep_qkv_and_attention),
-    "sdpa": Policy("x attention",  # 6 BTC; axolotl. Repeats no attention:
-        "of each block only its input and attention's result are kept",  # it is slow for long T
+    # (attention is not repeated, which is slow for long sequences)
+    "sdpa": Policy("x attention",  # 6 BTC; axolotl
+        "of each block only its input and attention's result are kept",
         keep_results_of(ATTENTION_OPS), needs_fused_attention=True, supports_mlp_chunks=True),
     "full": Policy("x",  # 4 BTC
         "an activation checkpoint around each block: only its input is kept",
@@ -494,7 +496,8 @@ def format_recompute_plan(recompute: RecomputePlan) -> str:
     policies, group, nested, offload = recompute
     first, rest = policies[0], policies[-1]
     n = policies.index(rest) if rest != first else len(policies)
-    if policies != (first,) * n + (rest,) * (len(policies) - n) or first == "none" != rest:
+    has_form = policies == (first,) * n + (rest,) * (len(policies) - n)
+    if not has_form or (first == "none" and rest != "none"):
         raise ValueError(f"no policy string says {policies}")
     text = first if n == len(policies) else f"{first}:{n}"
     text += f",{rest}" if rest not in (first, "none") else ""

@@ -54,8 +54,10 @@ def test_every_flag_is_there_and_no_other():
 )
 def test_shown_code_is_the_code(text, begin, file):
     """Lines without a comment, in the same order."""
-    shown = [line.strip() for line in text.partition(begin)[2].partition("```")[0].splitlines()]
-    code = iter(line.strip() for line in (ROOT / file).read_text("utf-8").splitlines())
+    shown = text.partition(begin)[2].partition("```")[0].splitlines()
+    shown = [line.partition("  #")[0].strip() for line in shown]
+    lines = (ROOT / file).read_text("utf-8").splitlines()
+    code = iter(line.partition("  #")[0].strip() for line in lines)
     assert len(shown) > 1 and all(line in code for line in shown)
 
 
