@@ -47,17 +47,17 @@ from trainer.snapshot import save_snapshot
 
 ONE = OneProcess(torch.device("cpu"))
 EQUAL = ["other_words", "norms_in_add", "asks_a_number", "shared"]  # compute GPT-2
-FEW, slow = ["modern", "gated_attention", "layer_drop"], pytest.mark.slow
+FEW, slow = ["modern", "gated_attention", "layer_drop", "experts", "busy_experts"], pytest.mark.slow
 # Change -> trainers that refuse it. (All others train as one process does.)
 SHARDED, SP = "train_fsdp.py train_sp.py", "train_sp.py"
 ALONE = "gated_attention grouped modern alibi token_shift looped documents".split()
 ALONE = dict.fromkeys(ALONE, SP)
-ALONE |= dict.fromkeys(["layer_drop", "asks_a_number"], f"train_ddp.py {SHARDED}")
+ALONE |= dict.fromkeys(["layer_drop", "asks_a_number", "busy_experts"], f"train_ddp.py {SHARDED}")
 ALONE |= {"scalar": SHARDED, "shared": SHARDED, "unused": "train_ddp.py"}
 LOOPS = ["skips", "embedding_in_each_block", "depth_scale"]
 REST = {*FOLLOWED, *ALONE, *LOOPS, "scaled_input", "first_stream"} - {*FEW}
 # (In the kernel, a mask of bools becomes numbers. Fake tensors have no values to look at.)
-PLANNED = {*FOLLOWED, *LOOPS} - {"documents", "looks"}
+PLANNED = {*FOLLOWED, *LOOPS} - {"documents", "looks", "experts", "busy_experts"}
 
 
 @pytest.fixture

@@ -118,7 +118,10 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
                 "model.py: an `if` of forward depends on a tensor, and each process could decide "
                 "otherwise: train_minimal.py can train it"
             )
-        check_parameters(model, process.layout, alone)
+        if process.layout.kind != "one":
+            one_id = replace(plain, vocab_size=1)
+            equal_tokens = small_step(MiniGPT, one_id, weights_are_zero=True)
+            check_parameters(model, process.layout, alone, equal_tokens)
         if process.layout.sp_degree > 1:
             check_shared_sequence(process, plain)
         if config.mlp_chunks != 1:
@@ -139,11 +142,23 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
             )
 
 
-def check_parameters(model: MiniGPT, layout: Layout, alone: TensorByName) -> None:
+def check_parameters(
+    model: MiniGPT, layout: Layout, alone: TensorByName, equal_tokens: TensorByName
+) -> None:
     """Raise MiniGPTError for parameters with which DDP or FSDP would fail, or wait forever.
-    `alone`: the step of a small model in one process."""
+
+    `alone`: the step of a small model in one process. `equal_tokens`: the step of that model with
+    weights of 0 and a single id, so that a router sends all tokens to the same experts. A parameter
+    with a gradient in only one of these steps may have a gradient on only some ranks.
+    """
     named = dict(model.named_parameters())
     each = [w for block in model.blocks for w in block.parameters()]
+    if some := sorted(alone.keys() ^ equal_tokens.keys()):
+        raise MiniGPTError(
+            f"model.py: {some[0].removeprefix(GRADIENT_OF)} gets a gradient from some tokens only, "
+            "and processes with other tokens would wait for it: run its layer on an empty tensor, "
+            "too (docs/change.md), or use train_minimal.py"
+        )
     unused = [n for n, w in named.items() if w.requires_grad and f"{GRADIENT_OF}{n}" not in alone]
     if layout.gradients_persist and unused:
         raise MiniGPTError(
@@ -264,11 +279,14 @@ def small_step(
     dtype: torch.dtype = torch.float64,
     precision: torch.dtype = FLOAT32,
     batches: Sequence[int] = (0, 1),
+    weights_are_zero: bool = False,
 ) -> TensorByName:
     """Run forward and backward of these micro-batches of the model that `make` makes. Return the
     losses, the gradients that exist, and the random number that torch would draw next. Raises
     MiniGPTError if forward draws random numbers of Python or numpy."""
     model, *rows = small_model_and_batch(make, config, device, dtype)
+    for weight in model.parameters() if weights_are_zero else ():
+        weight.data.zero_()
     results, amp, others = TensorByName(), precision != FLOAT32, other_random_states()
     for i in batches:
         ids, labels = (tensor.roll(i, 1) for tensor in rows)

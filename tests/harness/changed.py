@@ -173,6 +173,30 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
         ),
         ("self.attn = Attention(config)", "self.attn = CappedAttention(config)"),
     ],
+    **{
+        name: [  # few tokens get an expert beside the MLP, so an expert may have no token
+            (
+                MLP_OF_BLOCK,
+                f"{MLP_OF_BLOCK}        self.router = nn.Linear(config.d_model, 16)\n"
+                "        self.experts = nn.ModuleList(MLP(config) for _ in range(2))\n",
+            ),
+            (
+                "        return self.mlp(self.ln_2(x))\n",
+                "        x = self.ln_2(x)\n"
+                "        gate, choice = self.router(x).softmax(-1).max(-1)\n"
+                "        y = self.mlp(x)\n"
+                f"        for i in {which}:\n"
+                "            mine = choice == i\n"
+                "            routed = gate[mine, None] * self.experts[i](x[mine])\n"
+                "            y = y.index_put((mine,), routed.type_as(y), accumulate=True)\n"
+                "        return y\n",
+            ),
+        ]
+        for name, which in {
+            "experts": "range(2)",
+            "busy_experts": "{*choice.unique().tolist()} & {0, 1}",  # each runs only with tokens
+        }.items()
+    },
     "looks": [  # at values, for a log; and makes one-hot vectors
         (
             ADD,
