@@ -44,7 +44,7 @@ from trainer.build import rename_old_files_and_open_logs, run_safely
 from trainer.metrics import format_validation, perplexity
 from trainer.optimizer import step_if_finite
 from trainer.process import OneProcess
-from trainer.report import is_log_overdue, make_step_record, write_and_print_record
+from trainer.report import is_log_overdue, make_step_record, say_rate_change, write_and_print_record
 from trainer.run import Run, is_save_overdue, retry_on_out_of_memory, save
 from trainer.settings import Settings
 from trainer.shutdown import (
@@ -196,6 +196,7 @@ def train(run: Run) -> dict[str, Any]:
     bar = tqdm(initial=run.step, total=settings.num_steps, unit="step", disable=hide_bar)
     if run.step == 0 and settings.init_from is not None:  # the loss before training
         process.print0(f"before   val {format_validation(evaluate(run))}")
+    say_rate_change(run, learning_rate)
     run.model.train()
     record: dict[str, Any] = {}
     with bar, clock, stop_signals(run):

@@ -104,6 +104,7 @@ def test_the_run_says_it_and_goes_on_with_the_policy_that_it_took(flags, path, c
         line.endswith(" predicted): same results") and f"; ran out of it: none -> {taken}" in said
     )
     assert train_here(path, "--resume", "--num-steps=4") == 0
+    assert "learning rate" not in capsys.readouterr().out  # it is constant
     policies = [record["recompute"] for record in metrics(path)]
     assert policies == ["none", taken, taken, "none"]
     ours, theirs = snapshot(path), snapshot(undisturbed(*flags))

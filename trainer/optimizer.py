@@ -301,9 +301,9 @@ def restore_optimizer(
 ) -> None:
     """Copy the moments of a saved state dict into `optimizer`, in the optimizer's own dtype.
 
-    The moments come from the snapshot; the settings (weight decay, fused or not) stay those of this
-    run. torch's load_state_dict would also load the settings, and would round all state to the
-    dtype of the weights.
+    The moments and the learning rate of the saved step come from the snapshot; the settings (weight
+    decay, fused or not) stay those of this run. torch's load_state_dict would also load the
+    settings, and would round all state to the dtype of the weights.
 
     Args:
         saved: state dict of an optimizer, with full tensors.
@@ -312,6 +312,8 @@ def restore_optimizer(
         ValueError, LookupError: the state dict is that of another model or optimizer.
     """
     dtype = getattr(optimizer, "moments", torch.float32)
+    for group in optimizer.param_groups:
+        group["lr"] = saved["param_groups"][0]["lr"]
     parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     for i, entry in saved["state"].items():  # without parameters that never got a gradient
         parameter, group = parameters[i]

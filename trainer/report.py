@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from textwrap import indent
 from typing import Any
 
@@ -29,7 +30,7 @@ from .metrics import (
 from .pretrained import Pretrained, SnapshotOrPretrained
 from .resume import changes, describe_each_change
 from .run import Run
-from .settings import to_words
+from .settings import Settings, to_words
 from .snapshot import LoadedSnapshot, sibling_path
 
 MAX_SILENCE_SECONDS = 30  # seconds; longest time without a log line if there is no progress bar
@@ -102,6 +103,17 @@ def resume_lines(run: Run, origin: LoadedSnapshot) -> list[str]:
         else "",
     ]
     return [f"resume   {line}" for line in lines if line]
+
+
+def say_rate_change(run: Run, learning_rate: Callable[[int, Settings], float]) -> None:
+    """Print a note if a resumed run goes on with another learning rate than it had: a new
+    --num-steps moves the whole schedule. `learning_rate(step, settings)`: that of a step."""
+    before = run.optimizer.param_groups[0]["lr"]  # of the saved step
+    if run.step and (now := learning_rate(run.step, run.settings)) != before:
+        run.process.print0(
+            f"note     the learning rate of step {run.step:,} was {before:.2g}, and would be "
+            f"{now:.2g} with the flags from here on"
+        )
 
 
 def resume_command(run: Run) -> str:
