@@ -27,6 +27,7 @@ from harness.runs import ROOT, TINY, TINY_MODEL, contents, train_here
 
 import train_minimal
 from data import load_dataset
+from trainer.process import OneProcess
 
 TABLES = {
     "flags": FLAGS,
@@ -106,3 +107,8 @@ def test_an_error_that_cannot_be_printed_keeps_its_exit_code():
     with open("/dev/full", "w") as full:
         command = [sys.executable, "train_minimal.py", "--n-layers=0"]
         assert subprocess.run(command, cwd=ROOT, stderr=full, timeout=100).returncode == 2
+
+
+def test_a_printed_line_clears_no_terminal(capsys):
+    OneProcess(torch.device("cpu")).print0("a\x1b[2J\tb\nc\r\n")
+    assert capsys.readouterr().out == "a\\x1b[2J\tb\nc\r\n\n"

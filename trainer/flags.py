@@ -65,8 +65,14 @@ def print_error(message: object) -> None:
     """Print the message on stderr as one line, even if the message contains line breaks. One write
     keeps lines of several processes apart; if it fails, the exit code still tells of the error."""
     with suppress(OSError):
-        sys.stderr.write(f"error: {' '.join(str(message).splitlines())}\n")
+        sys.stderr.write(f"error: {escape_controls(' '.join(str(message).splitlines()))}\n")
         sys.stderr.flush()
+
+
+def escape_controls(text: str) -> str:
+    """Return `text` with control characters as \\x1b: a file's name, or a generated text, could
+    clear the terminal. Line breaks and tabs stay."""
+    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", lambda c: ascii(c[0])[1:-1], text)
 
 
 def number_in_range(

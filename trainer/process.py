@@ -22,6 +22,7 @@ from model import MiniGPT, MiniGPTConfig
 from planner import Layout
 
 from .device import choose_device
+from .flags import escape_controls
 from .settings import ONE_PROCESS, Settings
 
 T = TypeVar("T")
@@ -183,7 +184,7 @@ class OneProcess:
         # figures, and snapshots are still written.
         if self.rank == 0:
             with suppress(OSError):
-                tqdm.write(line)
+                tqdm.write(escape_controls(line))
                 sys.stdout.flush()
 
     def showing_message(self, message: str) -> AbstractContextManager[Any]:

@@ -115,6 +115,14 @@ TAKEN: dict[str, tuple[str, str, dict[str, Write]]] = {  # flags, what is said, 
         *("", "run.pt is there and is no file"),
         {"run.pt": lambda path: path.symlink_to("gone.pt")},
     ),
+    "a folder's link to nothing": (
+        *("--checkpoint-path=link/x/run.pt", "cannot write .*run.pt: link is a link to nothing"),
+        {"link": lambda path: path.symlink_to("gone")},
+    ),
+    "a name that clears the screen": (
+        *("--checkpoint-path=\x1b[2J\x9b", r": \\x1b\[2J\\x9b is there and is no file"),
+        {"\x1b[2J\x9b": Path.mkdir},
+    ),
     "one log for two": (
         "--checkpoint-path=run",
         "share its files with run.pt",
