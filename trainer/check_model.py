@@ -119,8 +119,7 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
                 "otherwise: train_minimal.py can train it"
             )
         if process.layout.kind != "one":
-            one_id = replace(plain, vocab_size=1)
-            equal_tokens = small_step(MiniGPT, one_id, weights_are_zero=True)
+            equal_tokens = small_step(MiniGPT, replace(plain, vocab_size=1), weights_are_zero=True)
             check_parameters(model, process.layout, alone, equal_tokens)
         if process.layout.sp_degree > 1:
             check_shared_sequence(process, plain)

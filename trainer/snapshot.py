@@ -240,9 +240,9 @@ def claim(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(sibling_path(path, ".lock"), "a")
     except OSError as error:
-        at, reason = error.filename or "", error.strerror or error
-        if os.path.islink(at) and not os.path.exists(at):  # (mkdir says "File exists")
-            reason = f"{at} is a link to nothing"
+        at = error.filename or ""
+        is_lost = os.path.islink(at) and not os.path.exists(at)  # (mkdir says "File exists")
+        reason = f"{at} is a link to nothing" if is_lost else error.strerror or error
         raise SnapshotError(f"--checkpoint-path: cannot write {path}: {reason}") from None
     try:
         import fcntl
