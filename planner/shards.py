@@ -181,7 +181,8 @@ def share_gradients(
 ) -> None:
     """Replace the full gradients of `whole` by those of `shards` after operator `end`, and set the
     `.grad` of each full parameter to None. `sums`: see `add_shards`."""
-    gradients: list[Tensor] = [cast(Tensor, parameter.grad) for parameter in whole]
+    # (A frozen weight has no gradient. Its shard's is counted all the same.)
+    gradients = [parameter.grad for parameter in whole if parameter.grad is not None]
     gradients += [sums.pop(parameter) for parameter in {*whole} & {*sums}]
     storages = [log.find_storage(gradient) for gradient in gradients]
     gradients.clear()

@@ -35,12 +35,17 @@ from test_recompute import step
 
 import train_minimal
 from data.errors import MiniGPTError
-from memory import POLICY_NAMES
+from memory import POLICY_NAMES, MemorySavingGPT
 from model import MiniGPT, MiniGPTConfig
 from planner import Layout
 from scripts import evaluate, export_hf, generate, plan_memory
 from scripts.plans import plan_for_command
-from trainer.check_model import cache_is_exact, check_model, small_model_and_batch
+from trainer.check_model import (
+    cache_is_exact,
+    check_model,
+    small_model_and_batch,
+    small_step,
+)
 from trainer.plan import plan_on_this_rank
 from trainer.process import OneProcess
 from trainer.snapshot import save_snapshot
@@ -50,8 +55,9 @@ EQUAL = ["other_words", "norms_in_add", "asks_a_number", "shared"]  # compute GP
 FEW, slow = ["modern", "gated_attention", "layer_drop", "experts", "busy_experts"], pytest.mark.slow
 # Change -> trainers that refuse it. (All others train as one process does.)
 SHARDED, SP = "train_fsdp.py train_sp.py", "train_sp.py"
-ALONE = "gated_attention grouped modern alibi token_shift looped documents".split()
-ALONE = dict.fromkeys(ALONE, SP)
+ALONE = dict.fromkeys(
+    "gated_attention grouped modern alibi token_shift looped documents".split(), SP
+)
 ALONE |= dict.fromkeys(["layer_drop", "asks_a_number", "busy_experts"], f"train_ddp.py {SHARDED}")
 ALONE |= {"scalar": SHARDED, "shared": SHARDED, "unused": "train_ddp.py"}
 LOOPS = ["skips", "embedding_in_each_block", "depth_scale"]
@@ -126,6 +132,22 @@ def test_the_patch_makes_the_modern_block(tmp_path):
     shutil.copy(ROOT / "model.py", tmp_path)
     run(["git", "apply", str(ROOT / "docs/modern_block.patch")], timeout=30, cwd=tmp_path)
     assert (tmp_path / "model.py").read_text("utf-8") == changed_source("modern")
+
+
+def test_a_policy_whose_last_bit_differs_is_refused(monkeypatch):
+    """In a gradient so small that rounding to 1e-9 of the largest value hides it."""
+
+    def nudged(make: object, config: MiniGPTConfig, **how: object) -> dict[str, torch.Tensor]:
+        return {
+            name: value.nextafter(torch.zeros_like(value))
+            if config.recompute == "cheap" and "0.ln_1.bias" in name
+            else value
+            for name, value in small_step(make, config, **how).items()
+        }
+
+    monkeypatch.setattr("trainer.check_model.small_step", nudged)
+    with pytest.raises(MiniGPTError, match="cheap: .*blocks.0.ln_1.bias differs"):
+        check_model(MemorySavingGPT(replace(SHAPE, recompute="cheap")), ONE, torch.float32)
 
 
 # ---- one model, by however many processes and in however many parts
@@ -247,11 +269,13 @@ def test_what_is_not_gpt2_is_not_exported(name, change, tmp_path, capfd):
 
 
 def test_a_run_of_a_changed_model_resumes(tmp_path, change):
-    """To the bits of the run that was not stopped."""
-    change("modern")
-    flags = "--lr-scheduler=constant", "--use-activation-checkpoint=cheap"
+    """To the bits of the run that was not stopped. Two of its weights are frozen; FSDP can be
+    planned for them, too."""
+    change("modern", "frozen")
+    flags = "--lr-scheduler=constant", "--use-activation-checkpoint=cheap", "--reproducible-sums"
     for name, *more in (["a", "--num-steps=4"], ["b", "--num-steps=2"], ["b", "--resume"]):
         assert train_here(tmp_path / f"{name}.pt", *flags, "--num-steps=4", *more) == 0
+    assert planner(WIDE, layout=Layout("fsdp", world_size=2)).step(1).peak
     assert same(*(snapshot(tmp_path / f"{name}.pt")["model"] for name in "ab"))
 
 

@@ -159,6 +159,18 @@ def test_predicted_bytes_are_those_that_torch_tracks(name, n):
     assert more in (0, 4) or case.kind == "sp" and more in (labels, labels + 4)
 
 
+def test_weights_arrive_when_a_block_begins():
+    """In backward, those of the block before, which is the next one to run. A later arrival may
+    change no peak."""
+    plan = planner(FULL, layout=Layout("fsdp", world_size=2))
+    begins = {(phase, block): at for at, phase, block in plan.step(1).phase_marks}
+    arrive = [s.born for s in plan.record(1).storages if s.name == "weights as they arrive"]
+    assert (*sorted(arrive)[:4], max(arrive)) == (
+        *(1, 2, begins["forward", 0], begins["forward", 1]),
+        begins["backward", 1],
+    )
+
+
 # ---- what a process has
 
 

@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import train_minimal
 from memory.head import target_log_prob_
-from trainer.clocks import MEASURED_STEP, StepClock
+from trainer.clocks import MEASURED_STEP, StepClock, measuring_peak
 from trainer.device import choose_precision, set_matmul_precision
 from trainer.metrics import format_line, peak_memory_fields
+from trainer.process import OneProcess
 from trainer.report import describe_run, sample_text
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
@@ -141,6 +142,19 @@ def test_a_step_takes_what_was_predicted_and_measuring_changes_no_bit(
     assert train_here(plain_run, *flags) == 0
     for part in ("model", "optimizer"):
         assert same(snapshot(measured_run)[part], snapshot(plain_run)[part])
+
+
+def test_a_measured_peak_has_the_gradients_that_stay(capsys):
+    """Those of DDP, in its buckets. The peak of two attempts, of which the second has another
+    prediction, is not printed."""
+    model = torch.nn.Linear(512, 512, bias=False)  # 1 MiB, as its gradient and the tensor below
+    model.weight.grad = torch.zeros(512, 512)
+    how = OneProcess(torch.device("cpu")), model, torch.optim.SGD(model.parameters())
+    for second in (3 * 2**20, 2**20):
+        with measuring_peak(clock := StepClock(predicted=(3 * 2**20, 0)), *how):
+            torch.ones(512, 512)
+            clock.predicted = second, 0
+    assert re.findall(MEASURED, capsys.readouterr().out, re.M) == [("3.0 MiB", "3.0 MiB", "0 B")]
 
 
 # ---- What is compiled

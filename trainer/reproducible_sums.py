@@ -42,7 +42,9 @@ class GradientTree:
 
     def __init__(self, parameters: Iterable[nn.Parameter], n: int):
         self.n, self.index = n, 0
-        self.pending: dict[nn.Parameter, list[Tensor]] = {p: [] for p in parameters}
+        self.pending: dict[nn.Parameter, list[Tensor]] = {
+            p: [] for p in parameters if p.requires_grad
+        }
         for parameter in self.pending:
             parameter.register_post_accumulate_grad_hook(self.add)
 

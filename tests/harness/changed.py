@@ -197,6 +197,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             "busy_experts": "{*choice.unique().tolist()} & {0, 1}",  # each runs only with tokens
         }.items()
     },
+    "frozen": [(INIT, f"{INIT}        self.ln_f.requires_grad_(False)\n")],
     "looks": [  # at values, for a log; and makes one-hot vectors
         (
             ADD,
