@@ -387,7 +387,11 @@ class Planner:
         for parameter in weights - self.sums.keys():
             parameter.grad = torch.empty_like(parameter)
         if n := self.n_pending_sums:
-            self.sums |= {p: torch.empty(n, *p.shape) for p in self.local_model.parameters()}
+            self.sums |= {
+                p: torch.empty(n, *p.shape)
+                for p in self.local_model.parameters()
+                if p.requires_grad
+            }
 
     def simulate_update(self, log: OpRecorder) -> None:
         """Clip the gradients of all parameters, update the parameters and free the gradients, once

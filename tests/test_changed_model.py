@@ -62,8 +62,9 @@ ALONE |= dict.fromkeys(["layer_drop", "asks_a_number", "busy_experts"], f"train_
 ALONE |= {"scalar": SHARDED, "shared": SHARDED, "unused": "train_ddp.py"}
 LOOPS = ["skips", "embedding_in_each_block", "depth_scale"]
 REST = {*FOLLOWED, *ALONE, *LOOPS, "scaled_input", "first_stream"} - {*FEW}
-# (In the kernel, a mask of bools becomes numbers. Fake tensors have no values to look at.)
-PLANNED = {*FOLLOWED, *LOOPS} - {"documents", "looks", "experts", "busy_experts"}
+# (In the kernel, a mask of bools becomes numbers. Fake tensors have no values to look at. torch's
+# MemTracker cannot measure a model with frozen weights.)
+PLANNED = {*FOLLOWED, *LOOPS} - {"documents", "looks", "experts", "busy_experts", "frozen"}
 
 
 @pytest.fixture
@@ -225,8 +226,10 @@ def test_muon_is_for_the_weights_of_linear_layers(tmp_path, change):
     """A parameter of a block that is none gets AdamW."""
     change("row_gain")
     assert train_here(tmp_path / "run.pt", "--optimizer=muon", "--num-steps=2") == 0
-    states = snapshot(tmp_path / "run.pt")["optimizer"]["state"].values()
-    assert sum("momentum_buffer" in state for state in states) == 2 * 4  # blocks, layers
+    assert 2 * 4 == sum(  # blocks, layers
+        "momentum_buffer" in state
+        for state in snapshot(tmp_path / "run.pt")["optimizer"]["state"].values()
+    )
 
 
 def test_a_new_field_of_the_config_has_its_default(monkeypatch):
@@ -261,11 +264,9 @@ def test_what_is_not_gpt2_is_not_exported(name, change, tmp_path, capfd):
     save_snapshot(path, state)
     capfd.readouterr()
     code = export_hf.main([f"--checkpoint-path={path}", f"--out={out}"])
-    if name in EQUAL:
-        assert code == 0 and out.is_dir()
-    else:
+    assert out.is_dir() == (code == 0) == (name in EQUAL)
+    if code:
         assert re.search(f"{path}.* no GPT-2; .* not exported", refused(code, capfd))
-        assert not out.exists()
 
 
 def test_a_run_of_a_changed_model_resumes(tmp_path, change):
@@ -275,7 +276,9 @@ def test_a_run_of_a_changed_model_resumes(tmp_path, change):
     flags = "--lr-scheduler=constant", "--use-activation-checkpoint=cheap", "--reproducible-sums"
     for name, *more in (["a", "--num-steps=4"], ["b", "--num-steps=2"], ["b", "--resume"]):
         assert train_here(tmp_path / f"{name}.pt", *flags, "--num-steps=4", *more) == 0
-    assert planner(WIDE, layout=Layout("fsdp", world_size=2)).step(1).peak
+    assert planner(WIDE, layout=Layout("fsdp", world_size=2)).step(1).peak < (
+        planner(WIDE, n_pending_sums=1).step(1).peak
+    )
     assert same(*(snapshot(tmp_path / f"{name}.pt")["model"] for name in "ab"))
 
 
@@ -325,9 +328,8 @@ def test_a_prediction_that_fails_does_not_cost_the_run(tmp_path, change, capfd):
 def test_a_plan_leaves_no_fake_tensor_in_a_cache(tmp_path, change):
     """Nor does it find a real one there: a run is planned, trains, and another one is planned."""
     change("cached")
-    for name in "ab":
-        flags = f"--num-steps={ord(name) - 95}", "--use-activation-checkpoint=cheap"
-        assert train_here(tmp_path / f"{name}.pt", *flags) == 0
+    for steps in ("--num-steps=2", "--num-steps=3"):
+        assert train_here(tmp_path / f"{steps}.pt", steps, "--use-activation-checkpoint=cheap") == 0
 
 
 # ---- operators that are others on a GPU

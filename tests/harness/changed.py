@@ -182,9 +182,8 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             ),
             (
                 "        return self.mlp(self.ln_2(x))\n",
-                "        x = self.ln_2(x)\n"
                 "        gate, choice = self.router(x).softmax(-1).max(-1)\n"
-                "        y = self.mlp(x)\n"
+                "        y = self.mlp(self.ln_2(x))\n"
                 f"        for i in {which}:\n"
                 "            mine = choice == i\n"
                 "            routed = gate[mine, None] * self.experts[i](x[mine])\n"
