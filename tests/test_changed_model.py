@@ -270,8 +270,8 @@ def test_what_is_not_gpt2_is_not_exported(name, change, tmp_path, capfd):
 
 
 def test_a_run_of_a_changed_model_resumes(tmp_path, change):
-    """To the bits of the run that was not stopped. Two of its weights are frozen; FSDP can be
-    planned for them, too."""
+    """To the bits of the run that was not stopped. Its ln_f is frozen, and can be planned for FSDP
+    and for sums in a tree, too."""
     change("modern", "frozen")
     flags = "--lr-scheduler=constant", "--use-activation-checkpoint=cheap", "--reproducible-sums"
     for name, *more in (["a", "--num-steps=4"], ["b", "--num-steps=2"], ["b", "--resume"]):
