@@ -149,9 +149,13 @@ def test_a_measured_peak_has_the_gradients_that_stay(capsys):
     prediction, is not printed."""
     model = torch.nn.Linear(512, 512, bias=False)  # 1 MiB, as its gradient and the tensor below
     model.weight.grad = torch.zeros(512, 512)
-    one, optimizer = OneProcess(torch.device("cpu")), torch.optim.SGD(model.parameters())
     for second in (3 * 2**20, 2**20):
-        with measuring_peak(clock := StepClock(predicted=(3 * 2**20, 0)), one, model, optimizer):
+        with measuring_peak(
+            clock := StepClock(predicted=(3 * 2**20, 0)),
+            OneProcess(torch.device("cpu")),
+            model,
+            torch.optim.SGD(model.parameters()),
+        ):
             torch.ones(512, 512)
             clock.predicted = second, 0
     assert re.findall(MEASURED, capsys.readouterr().out, re.M) == [("3.0 MiB", "3.0 MiB", "0 B")]
