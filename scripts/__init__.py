@@ -1,7 +1,7 @@
 """The commands for users; `python -m scripts` lists them.
 
-Python runs this file before each command, and before `import torch`, which takes seconds. So this
-file handles what a user may do at any time: press Ctrl-C, or read only the first lines of the
+Python runs this file before each command, and before `import torch`, which takes seconds. This file
+therefore handles what a user may do even then: press Ctrl-C, or read only the first lines of the
 output (`| head`).
 """
 
@@ -57,8 +57,8 @@ checkpoint_from_scratch                   how does an activation checkpoint work
 def cli_main(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
     """Turn `do`, which takes the command-line words, into `main`, which returns the exit code.
 
-    `main` prints one line, without a traceback, for a mistake of the user, a full disk, memory that
-    runs out, or Ctrl-C. If the reader of a pipe is gone, `main` prints nothing.
+    `main` prints one line, without a traceback, for a mistake of the user, a full disk,
+    out-of-memory or Ctrl-C. It prints nothing if the program behind a pipe has ended.
     """
 
     @wraps(do)
@@ -73,7 +73,7 @@ def cli_main(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
         except (MiniGPTError, PlanError) as error:
             print_error(error)
             return error.exit_code if isinstance(error, MiniGPTError) else 2
-        except BrokenPipeError:  # the reader of a pipe is gone, as with `| head`
+        except BrokenPipeError:  # the program behind the pipe has ended: `| head`
             return 141  # 128 + SIGPIPE, as a shell reports it
         except OSError as error:
             # (If the disk is full during a write, the error names no file.)
@@ -118,9 +118,9 @@ def add_snapshot(parser: ArgumentParser, help_text: str) -> None:
 def flush() -> None:
     """Flush stdout at exit, and freeze the garbage collector.
 
-    If the reader of a pipe is gone, Python's own flush would print an error. Without the freeze,
-    the garbage collector would search all of torch's objects for half a second at exit. This search
-    is not needed, because the operating system frees all memory of a process that ends.
+    Python's own flush would print an error if the program behind a pipe has ended. Without the
+    freeze, the garbage collector would search all of torch's objects for half a second, although
+    the operating system frees all memory of a process that ends.
     """
     gc.freeze()
     try:

@@ -1,20 +1,21 @@
-"""Measure what each recompute policy costs and saves on this machine: time and peak memory.
+"""Measure the step time and the peak memory of each recompute policy on this machine.
 
 Every policy on GPT-2 small:
     python -m scripts.benchmark --model gpt2 --batch-size 2
 
-The command takes minutes, and the machine should be idle. Each row is printed when it is measured.
+The command takes minutes, and prints a row of the table after each policy. The machine should be
+idle otherwise.
 
-One policy after the other, the command runs the trainer's step (train_step) on random tokens. The
-table shows the median time of the steps. (On a GPU it shows their mean: Python waits for a GPU only
-once, after the last step, so the times of single steps are unknown.) Peak memory is the memory of
-tensors. On a GPU, PyTorch's caching allocator counts it; on a CPU, the planner's recorder counts
-the storages of a real step, as it counts those of a simulated one. (Not with --compile: recorded
-blocks would run eagerly.)
+With each policy the command runs the trainer's step (train_step) on random tokens, and takes the
+median time of several steps. (On a GPU it takes the mean, because Python waits for the GPU only
+after the last step and cannot time single steps.) The peak is that of all tensors. On a GPU,
+PyTorch's caching allocator counts it; on a CPU, the planner's recorder counts the storages of a
+real step as it counts those of a simulated step. (With --compile there is no count on a CPU,
+because recorded blocks would run eagerly.)
 
-Next to each figure the table shows the planner's prediction (planner/roofline.py). For a CUDA GPU
-in planner.CARDS the prediction uses the figures of its data sheet. Any other device is measured for
-three seconds before the first run.
+Beside each figure the table has the planner's prediction (planner/roofline.py). For a CUDA GPU that
+is listed in planner.CARDS, predictions use its data sheet; any other device is measured for three
+seconds before the first run.
 """
 
 import gc
@@ -120,8 +121,8 @@ def make_plan(settings: BenchmarkSettings) -> CommandPlan:
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Random batches for train_step. They are equal in all runs, because train_step seeds torch
-    before it reads a batch."""
+    """Random batches for train_step, equal in all runs, because train_step seeds torch before it
+    reads a batch."""
 
     settings: Settings
     device: torch.device
@@ -134,7 +135,7 @@ class RandomTokens:
 
 
 def make_run(settings: Settings, device: torch.device) -> Run:
-    """Return the run that train_step needs; it has neither data files nor a snapshot."""
+    """Return a Run for train_step, without data files and without a snapshot."""
     precision = choose_precision(settings, device)
     set_matmul_precision(device, settings.tf32)
     torch.manual_seed(settings.seed)
@@ -160,8 +161,8 @@ def make_run(settings: Settings, device: torch.device) -> Run:
 
 
 def timed_step(run: Run, n: int = 1) -> float:
-    """Run the next `n` steps; return their mean time in seconds. Python waits for a GPU only once,
-    after the last step."""
+    """Run the next `n` steps, and wait for the device only after the last step. Return their mean
+    time in seconds."""
     start = time.perf_counter()
     for _ in range(n):
         run.step += 1
@@ -172,9 +173,9 @@ def timed_step(run: Run, n: int = 1) -> float:
 
 
 def measured_peak(run: Run) -> int | None:
-    """Run one more step; return its peak memory in bytes, or None if the device does not count it.
+    """Run one more step; return its peak memory in bytes, or None if this device counts no memory.
 
-    On a GPU these are the bytes that tensors requested. The allocated bytes are some percent more,
+    On a GPU the peak counts the bytes requested for tensors. Allocated bytes are some percent more,
     because the allocator rounds up the size of each tensor.
     """
     recorder, device = OpRecorder(), run.process.device
@@ -195,9 +196,9 @@ def measured_peak(run: Run) -> int | None:
 def measure(
     settings: Settings, steps: int, device: torch.device
 ) -> tuple[float, int | None] | None:
-    """Return the seconds of a step (the median of so many on a CPU, else their mean), and its peak
-    memory in bytes (None: not counted). Return None if memory runs out."""
-    gc.collect()  # the model before this one
+    """Return the time of a step in seconds (the median of several steps on a CPU, else their mean),
+    and the peak memory in bytes (None: not counted). Return None if memory runs out."""
+    gc.collect()  # frees the model of the previous policy
     if device.type == "cuda":
         torch.cuda.empty_cache()
     torch.compiler.reset()
@@ -220,10 +221,10 @@ def measure(
 def make_row(plan: CommandPlan, step_s: float, peak_bytes: int | None) -> Row:
     """Return a row of the JSON file: what was measured for one policy, and the prediction.
 
-    "mfu" (model FLOPs utilization): the FLOP/s of a step as a share of the card's peak FLOP/s,
-    where recomputed FLOPs do not count. "hfu" (hardware FLOPs utilization): the same share, where
-    recomputed FLOPs count, too. Both follow Chowdhery et al., 2022, section 4.1. Both are None for
-    a device without a data sheet.
+    "mfu" (model FLOPs utilization): the FLOP/s of a step, without recomputed FLOPs, as a share of
+    the card's peak FLOP/s. "hfu" (hardware FLOPs utilization): the same share with recomputed
+    FLOPs. Both follow Chowdhery et al. (2022, section 4.1), and are None for a device without a
+    data sheet.
     """
     settings, step = plan.settings, plan.step
     tokens_per_s = settings.tokens_per_step(replicas=1) / step_s
@@ -245,7 +246,8 @@ def make_row(plan: CommandPlan, step_s: float, peak_bytes: int | None) -> Row:
 
 
 def markdown(row: Row, first: Row) -> str:
-    """Return a row as a line of a Markdown table, its time also relative to that of `first`."""
+    """Return `row` as a line of a Markdown table, with its time also relative to that of
+    `first`."""
     cells = [
         row["policy"],
         *(f"{1000 * row[key]:,.1f} ms" for key in ("step_s", "predicted_s")),

@@ -3,16 +3,15 @@
 python -m scripts.checkpoint_from_scratch
 python -m scripts.checkpoint_from_scratch --dropout 0     # the replay leaves out a matmul
 
-`checkpoint(block, x, use_reentrant=False)` in model.py looks like magic. It works like a cloakroom.
-In forward, autograd hands in each tensor that backward will need, and gets a ticket for the tensor.
-The cloakroom throws the tensor away. When backward returns the first ticket, the block runs a
-second time. In this replay autograd hands in the same tensors again, in the same order. So each
-ticket gets its tensor back.
+`checkpoint(block, x, use_reentrant=False)` in model.py looks like magic, but needs only two hooks
+of autograd. In forward, autograd passes each tensor that backward will need to the first hook, and
+keeps the ticket, a placeholder, that the hook returns. The checkpoint drops the tensor. When
+backward hands in the first ticket, the second hook runs the block a second time. This replay saves
+the same tensors in the same order, which puts a recomputed tensor into each ticket.
 
-This script runs one small block, and prints each event when it happens. Part 1 is the checkpoint,
-part 2 is the narrator, which prints the events. tests/test_checkpoint_from_scratch.py trains a step
-with this checkpoint and one with torch's: they have the same results to the bit, the same FLOPs,
-and the same number of kept bytes.
+Part 1 of this file is the checkpoint. Part 2, the narrator, runs one small block and prints each
+event as it happens. tests/test_checkpoint_from_scratch.py compares a training step with this
+checkpoint and one with torch's: results are bitwise equal, and FLOPs and kept bytes are the same.
 """
 
 import sys
@@ -37,34 +36,34 @@ from trainer.flags import OneLineParser, number_in_range
 
 @dataclass(eq=False)
 class Ticket:
-    """Placeholder that autograd's graph keeps instead of a tensor. The replay fills it with the
-    recomputed tensor."""
+    """Placeholder that autograd's graph keeps instead of a tensor, until the replay puts the
+    recomputed tensor into it."""
 
     number: int
     tensor: Tensor | None = None
 
 
 class EarlyStop(Exception):
-    """Exception that ends a replay when all tickets are filled. The rest of the function is not
-    needed."""
+    """Exception that ends a replay when every ticket has its tensor again, because backward does
+    not need the rest of the function."""
 
 
 Tell = Callable[..., None]  # (event, ticket or None, tensor or None)
 
 
 def tell_nobody(*event: Any) -> None:
-    """Ignore an event. Only the narrator of part 2 listens."""
+    """Ignore an event. (The narrator of part 2 passes a function that prints it.)"""
 
 
 def checkpoint(function: Callable, *args: Any, tell: Tell = tell_nobody) -> Any:
-    """Return `function(*args)`. Do not keep the tensors that backward needs, but recompute them in
-    backward."""
+    """Return `function(*args)`, and recompute the tensors that backward needs instead of keeping
+    them."""
     if not torch.is_grad_enabled():
         return function(*args)  # there will be no backward
     same_conditions = remember_conditions()
-    # These are weak references, so only the graph keeps a ticket alive. If a result is dropped, its
-    # part of the graph is freed, and the tickets in this part are freed, too. For such a ticket the
-    # replay must not keep a tensor, because backward will never return the ticket.
+    # Weak references, so that only the graph keeps a ticket alive. If a result is dropped, its part
+    # of the graph is freed, with the tickets in this part. For such a ticket the replay must not
+    # keep a tensor, because backward will never hand in the ticket.
     tickets: list[weakref.ref[Ticket]] = []
 
     def pack(tensor: Tensor) -> Ticket:  # called in forward: autograd saves a tensor
@@ -75,10 +74,10 @@ def checkpoint(function: Callable, *args: Any, tell: Tell = tell_nobody) -> Any:
 
     def unpack(ticket: Ticket) -> Tensor:  # called in backward: autograd needs the tensor
         tell("unpack", ticket)
-        if ticket.tensor is None:  # true for the first ticket that backward returns
+        if ticket.tensor is None:  # true for the first ticket that is handed in
             replay(tickets, same_conditions(), function, args, tell)
         if ticket.tensor is None:
-            raise RuntimeError("the replay saved fewer tensors: did the function change its way?")
+            raise RuntimeError("the replay saved fewer tensors: is the function deterministic?")
         tensor, ticket.tensor = ticket.tensor, None  # free the tensor after its use
         return tensor
 
@@ -93,7 +92,8 @@ def replay(
     args: tuple,
     tell: Tell,
 ) -> None:
-    """Run the function again, up to the last tensor that has a ticket, and fill the tickets."""
+    """Run the function again, up to the last tensor that has a ticket, and put each tensor into its
+    ticket."""
     tell("replay")
     n_filled = 0
 
@@ -107,28 +107,28 @@ def replay(
         n_filled += 1
         if n_filled == len(tickets):
             tell("stop")
-            # A linear layer saves its input *before* its matmul. So without dropout, the replay
-            # ends before the last matmul of a block. With dropout it ends after this matmul,
-            # because dropout saves its mask after it has run.
+            # A linear layer saves its input *before* its matmul, so without dropout the replay ends
+            # before the last matmul of a block. With dropout the replay ends after this matmul,
+            # because dropout runs next, and saves its mask when it has run.
             raise EarlyStop
         return tensor
 
-    # Backward runs with gradients disabled. Then operators save nothing, so enable gradients.
+    # Enable gradients, which are disabled in backward, because otherwise operators save nothing.
     with same_conditions, torch.enable_grad(), saved_tensors_hooks(fill, lambda tensor: tensor):
         with suppress(EarlyStop):
             function(*args)  # ignore this result: forward has returned it already
 
 
 def remember_conditions() -> Callable[[], AbstractContextManager]:
-    """Record the conditions, besides the arguments, on which a result depends. Return a function
-    that makes a context in which these conditions are restored.
+    """Record the conditions on which a result depends besides the arguments. Return a function that
+    makes a context in which these conditions are restored.
 
-    The first condition is the state of the random number generators. In the replay dropout must
-    draw the same masks as in forward. Otherwise the gradients are wrong, without an error. The
-    second condition is autocast. Backward usually runs outside of autocast, so the replay would
-    compute in float32 what forward computed in bfloat16.
+    The first condition is the state of the random number generators: if dropout drew other masks in
+    the replay than in forward, the gradients would be wrong without an error. The second condition
+    is autocast: backward usually runs outside of autocast, so the replay would compute in float32
+    what forward computed in bfloat16.
     """
-    # (If no GPU is in use yet, reading the generators of the GPUs would initialize the GPUs.)
+    # (Reading a GPU's generator would initialize the GPU, if none is in use yet.)
     cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     cpu_rng = torch.get_rng_state()
     cache = torch.is_autocast_cache_enabled()
@@ -140,7 +140,7 @@ def remember_conditions() -> Callable[[], AbstractContextManager]:
     @contextmanager
     def same_conditions() -> Iterator[None]:
         with ExitStack() as stack:
-            # After the replay, fork_rng gives the generators the state from before the replay.
+            # After the replay, fork_rng restores the generators' states from before the replay.
             stack.enter_context(torch.random.fork_rng(devices=range(len(cuda_rng))))
             torch.set_rng_state(cpu_rng)
             torch.cuda.set_rng_state_all(cuda_rng)
@@ -152,11 +152,10 @@ def remember_conditions() -> Callable[[], AbstractContextManager]:
 
 
 # torch's version does more:
-# - It accepts keyword arguments.
-# - It saves the arguments through autograd. So an outer checkpoint or an offload sees them, and
-#   autograd detects it if an argument is changed in place.
-# - It compares the shapes and the dtypes of the tensors in the replay with those in forward.
-# - It supports devices other than CPUs and CUDA GPUs.
+# - It accepts keyword arguments, and devices other than CPUs and CUDA GPUs.
+# - It saves the arguments through autograd, so that an outer checkpoint or an offload sees them,
+#   and autograd detects an argument that was changed in place.
+# - It compares shapes and dtypes of the tensors in the replay with those in forward.
 
 # ---------------------------------------------------------------------------------------------
 # Part 2: the narrator. The checkpoint works without the narrator.
@@ -176,7 +175,7 @@ class Narrator(TorchFunctionMode):
         self.line: tuple[str, str] | None = None  # (event, operator) of the unfinished line
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Run `func`, and record its inputs and its result. torch calls this method in place of
+        """Run `func`, and record its inputs and its result; torch calls this method in place of
         each function on tensors."""
         kwargs = kwargs or {}
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -191,8 +190,8 @@ class Narrator(TorchFunctionMode):
         return result
 
     def describe(self, tensor: Tensor) -> str:
-        """Return the name and the shape of a tensor: "gelu(..) 4x32". A tensor that the running
-        operator makes has no name yet, so only its shape is returned."""
+        """Return the name and the shape of a tensor: "gelu(..) 4x32". A result of the running
+        operator has no name yet, so only its shape is returned."""
         place, name = address(tensor), ""
         if place in self.names:
             name = self.names[place].rpartition(".")[2] + " "
@@ -206,7 +205,7 @@ class Narrator(TorchFunctionMode):
         elif event == "stop":
             is_mask = self.owners[max(self.owners)] == "dropout"
             end = "too late for the matmul before it" if is_mask else "its matmul is not run"
-            self.headline(f" was the last: EARLY STOP, {end}.\nBACKWARD goes on:")
+            self.headline(f" was the last: EARLY STOP, {end}.\nBACKWARD continues:")
         elif ticket is not None:
             owner = self.owners.setdefault(ticket.number, self.operator)
             is_new_line = self.line != (event, owner)
@@ -228,7 +227,7 @@ def address(tensor: Tensor) -> int:
 def tell_the_story(dropout: float) -> None:
     """Run forward and backward of one block, and print each event.
 
-    The last line of the block's code is `x + dropout(..)`. So with dropout the last ticket is for a
+    The last line of the block's code is `x + dropout(..)`, so with dropout the last ticket is for a
     mask, which exists only after the last matmul.
     """
     torch.manual_seed(0)
@@ -236,12 +235,12 @@ def tell_the_story(dropout: float) -> None:
     block.attn.dropout = 0.0  # on a CPU, attention with dropout saves a dozen more tensors
     x = torch.randn(1, 4, 8, requires_grad=True)
     with Narrator(block, x) as narrator:
-        narrator.headline("FORWARD: each tensor that backward will need goes, a #ticket stays.")
+        narrator.headline("FORWARD drops each tensor that backward will need, and keeps a #ticket:")
         y = checkpoint(block, x, tell=narrator.hear)
         n = len(narrator.owners)
-        narrator.headline(f"\nKept: x and {n} tickets. BACKWARD begins at the end:")
+        narrator.headline(f"\nKept: x and {n} tickets. BACKWARD begins at the block's end:")
         y.sum().backward()
-        narrator.headline("\nDone: each ticket came back once.\n")
+        narrator.headline("\nDone: each ticket was handed in once.\n")
 
 
 @cli_main

@@ -5,9 +5,9 @@ on another text:
     python -m scripts.evaluate checkpoints/minigpt_single.pt
     python -m scripts.evaluate --val-data book.txt
 
-The text is one sequence of tokens, cut into windows as in training; the last one may be shorter.
-Every token except the first one is predicted, and counts once. The model computes in float32, so
-that other programs can reproduce the loss. (--amp-dtype auto computes in the trainers' precision.)
+The text is one sequence of tokens, cut into windows as in training; the last window may be shorter.
+Every token except the first is predicted, and counts once. The model computes in float32, so that
+other programs can reproduce the loss. (--amp-dtype auto computes in the trainers' precision.)
 """
 
 import argparse
@@ -44,7 +44,8 @@ from trainer.snapshot import LoadedSnapshot, State, read_snapshot
 def read_data(
     args: argparse.Namespace, state: State, tokenizer: Tokenizer, process: OneProcess
 ) -> tuple[str, np.ndarray]:
-    """Return a name for the data, and its token ids (N,). Raises DataError or SnapshotError."""
+    """Return a description of the data, and the token ids (N,). Raises DataError or
+    SnapshotError."""
     if args.val_data:
         description = ", ".join(args.val_data)
         key = args.text_key or (state and settings_of(state).text_key) or "text"
@@ -62,7 +63,7 @@ def read_data(
             process.print0("note: the run's data changed; the model may have trained on part of it")
         description = f"validation part of {data.description}"
         pieces = iter([data.val_tokens.read(0, len(data.val_tokens))])
-    return description, np.concatenate(  # (which needs at least one array)
+    return description, np.concatenate(  # (concatenate needs at least one array)
         [np.empty(0, np.uint16), *take_up_to(args.max_tokens or sys.maxsize, pieces)]
     )
 
@@ -145,7 +146,7 @@ def main(argv: list[str]) -> None:
     add("--batch-size", type=count, default=8, metavar="N",
         help="windows at a time (default: %(default)s)")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    add("--amp-dtype", choices=("auto", "bfloat16", "float16"), help="(default: none, float32)")
+    add("--amp-dtype", choices=("auto", "bfloat16", "float16"), help="(default: no autocast)")
     add("--json", type=flags.output_file, metavar="FILE", help="write the numbers there, unrounded")
     # fmt: on
     args = parser.parse_args(argv)

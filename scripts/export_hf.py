@@ -5,11 +5,11 @@
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
     pipeline("text-generation", "minigpt-hf")("def ")
 
-MiniGPT has the architecture of GPT-2. So the folder holds a GPT2LMHeadModel with the weights of the
-snapshot, bit for bit, and a tokenizer that gives the same ids for any text. If model.py has
-been changed and does not compute GPT-2 any more, nothing is written. The export needs the package
-safetensors (pip install safetensors), but not transformers. (To go on here, use the snapshot:
---init-from reads no tokenizer.json.)
+MiniGPT has the architecture of GPT-2, so the folder holds a GPT2LMHeadModel with the weights of the
+snapshot, bit for bit, and a tokenizer that gives the same ids for any text. If a changed model.py
+no longer computes GPT-2, nothing is written. The export needs the package safetensors (pip install
+safetensors), but not transformers. (To train further here, pass the snapshot to --init-from, which
+takes no tokenizer from a tokenizer.json.)
 """
 
 import json
@@ -42,14 +42,14 @@ from trainer.pretrained import (
 from trainer.report import describe_model
 from trainer.snapshot import SaveError
 
-# Mean square of GPT-2's logits for the weights and ids of `check_is_gpt2`, in float64. (Made with
-# transformers' GPT2LMHeadModel.)
+# Mean square of GPT-2's logits for the weights and ids of `check_is_gpt2`, in float64. (Computed
+# with transformers' GPT2LMHeadModel.)
 GPT2_LOGITS = 7.375809515808666
 
 
 def their_sizes(config: MiniGPTConfig) -> dict[str, Any]:
-    """Return the sizes and the dropout of `config`, with the names that they have in
-    transformers' GPT2Config and in config.json."""
+    """Return the sizes and the dropout of `config` under their names in transformers' GPT2Config,
+    which are also those in config.json."""
     sizes = {theirs: getattr(config, ours) for theirs, ours, _ in CONFIG_JSON_SIZES}
     return sizes | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
 
@@ -60,7 +60,7 @@ def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     alone = {name: allowed[0] for name, allowed in SUPPORTED_GPT2_SETTINGS.items()}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_id)
     # The sampling defaults of scripts.generate. max_length ends a text at the last position of the
-    # model: scripts.generate goes on with a sliding window, but transformers has no such window.
+    # model, because transformers has no sliding window, with which scripts.generate continues.
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 40}
     sampling |= {"pad_token_id": tokenizer.eot_id, "max_length": config.max_position_embeddings}
     files: dict[str, Any] = {"generation_config.json": ends | sampling}
@@ -80,11 +80,11 @@ def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 @torch.no_grad()
 def check_is_gpt2(source: Pretrained) -> None:
-    """Raise MiniGPTError unless model.py computes GPT-2: a small model with weights that everybody
-    can make again has GPT-2's logits, and the weights of `source` are as many as GPT-2's."""
+    """Raise MiniGPTError unless model.py computes GPT-2: a small model with fixed weights gives
+    GPT-2's logits, and `source` has as many weights as GPT-2."""
     model = MiniGPT(MiniGPTConfig(11, 8, n_layers=2, n_heads=2, d_model=8, d_ff=24)).double().eval()
     for name, weight in model.state_dict().items():
-        # Equal weights in all blocks, because the blocks may be one
+        # Equal weights in all blocks, because a changed model.py may run one block several times
         start = sum(re.sub(r"^blocks\.\d+\.", "", name).encode())
         weight.copy_(torch.arange(start, start + weight.numel()).view_as(weight).double().sin())
     found = model(torch.arange(8)[None]).square().mean().item()
@@ -99,8 +99,8 @@ def check_is_gpt2(source: Pretrained) -> None:
 def export(source: Pretrained, folder: Path) -> None:
     """Write all files into the folder, or none. Raises MiniGPTError, DataError or SaveError.
 
-    safetensors takes all weights at once, each of them contiguous and in a storage of its own. So
-    all weights are copied first, which needs as much memory again.
+    safetensors takes all weights at once, each contiguous and in a storage of its own, so all
+    weights are copied first, which needs as much memory again.
     """
     library = import_safetensors()
     check_is_gpt2(source)
@@ -137,7 +137,7 @@ def main(argv: list[str]) -> None:
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="folder to make; an existing one must be empty",
+        help="folder to make; an existing folder must be empty",
     )
     args = parser.parse_args(argv)
     folder = Path(os.path.realpath(args.out))  # so that errors show the full path

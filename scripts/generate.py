@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     add, shown = parser.add_argument, "(default: %(default)s)"
     add_snapshot(parser, "snapshot to sample from")
     # fmt: off
-    add("--prompt", default="", metavar="TEXT", help="(default: empty; begin a new document)")
+    add("--prompt", default="", metavar="TEXT", help="(default: empty: begin a new document)")
     add("--max-new-tokens", type=number_in_range(int, 1, 10**6), default=200, metavar="N",
         help=shown)
     add("--num-samples", type=number_in_range(int, 1, 10**4), default=1, metavar="N", help=shown)
@@ -52,15 +52,15 @@ def build_parser() -> argparse.ArgumentParser:
 def generate_text(
     args: argparse.Namespace, model: MiniGPT, tokenizer: Tokenizer, device: torch.device
 ) -> Iterator[str]:
-    """Yield the text to print, piece by piece: one sample after the other, each with the prompt
-    before it. Raises MiniGPTError."""
+    """Yield the text to print in pieces: one sample after the other, each with the prompt before
+    it. Raises MiniGPTError."""
     try:
         prompt = tokenizer.encode(args.prompt).tolist()
     except ValueError as error:
         raise MiniGPTError(f"--prompt: {error}") from None
-    # In training <|endoftext|> came before each document. So each sample begins with this token and
-    # ends when the model generates it. (Toy data has no documents: `eot_id` is 0 there, a number
-    # like any other, and ends nothing.)
+    # In training <|endoftext|> came before each document, so each sample begins with this token and
+    # ends when the model generates it. (Toy data have no documents: their `eot_id` is 0, an
+    # ordinary token, which ends nothing.)
     start = torch.tensor([[tokenizer.eot_id, *prompt]], device=device)
     is_toy = tokenizer.name == "toy"
     stop_id = None if args.ignore_eot or is_toy else tokenizer.eot_id
@@ -76,11 +76,11 @@ def generate_text(
             top_k=args.top_k,
             top_p=args.top_p if args.top_p < 1 else None,
         )
-        new_ids, held = map(int, stream), list[int]()  # held: bytes of an unfinished character
+        new_ids, held = map(int, stream), list[int]()  # held: tokens of an unfinished character
         for new_id in takewhile(lambda new_id: new_id != stop_id, new_ids):
             held.append(new_id)
             text = tokenizer.decode(held)
-            if not text.endswith("\ufffd"):  # the replacement of a character that lacks bytes
+            if not text.endswith("\ufffd"):  # replaces a character whose bytes are incomplete
                 yield " " * is_toy + text
                 held.clear()
         yield tokenizer.decode(held)

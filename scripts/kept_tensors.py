@@ -3,8 +3,8 @@
 python -m scripts.kept_tensors                     # all policies, GPT-2 small's block
 python -m scripts.kept_tensors --policy cheap --no-amp --batch-size 8
 
-JAX prints a similar list with `print_saved_residuals`. This command runs the model on fake tensors,
-which have shapes but no memory. So any size works.
+The model runs on fake tensors, which have shapes but no memory, so any size works. (JAX prints a
+similar list with `print_saved_residuals`.)
 """
 
 import argparse
@@ -28,8 +28,8 @@ RESULT = ": x + feed_forward"  # a block's output, which is the next block's inp
 
 
 def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
-    """Return the storages that the second of two blocks keeps for backward: first its input, then
-    the others in the order in which forward makes them."""
+    """Return the storages that the second of two blocks keeps for backward: first the input of the
+    block, then the others in the order in which forward makes them."""
     C, H, T = args.d_model, args.n_heads, args.seq_len
     planner = Planner(
         MiniGPTConfig(64, T, 2, H, C, d_ff=4 * C, dropout=0.0),
@@ -45,7 +45,8 @@ def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
 
 
 def table(policy: str, tensors: list[Storage], unit: int) -> str:
-    """Return one line per tensor. `unit`: bytes of a (B, T, C) tensor, at one byte per element."""
+    """Return the table, one line per tensor. `unit`: bytes of a (B, T, C) tensor, at one byte per
+    element."""
     total, lines = sum(tensor.nbytes for tensor in tensors), []
     for tensor in tensors:
         name = "x: the block's input" if tensor.name.endswith(RESULT) else tensor.name
@@ -77,7 +78,7 @@ def main(argv: list[str]) -> None:
     add("--batch-size", type=size, default=2, metavar="N", help="(default: %(default)s)")
     add("--seq-len", type=size, default=1024, metavar="N", help="(default: %(default)s)")
     add("--model", choices=tuple(SHAPE_BY_MODEL), default="gpt2",
-        help="model whose block to list (default: %(default)s)")
+        help="model whose block is listed (default: %(default)s)")
     add("--no-amp", action="store_true", help="float32 instead of bfloat16 autocast")
     # fmt: on
     args = parser.parse_args(argv)

@@ -6,7 +6,7 @@ python -m scripts.lesson 4 30              # check whether 30 is the answer to e
 python -m scripts.lesson 4 --measure       # show the measurement that gives the answer
 python -m scripts.lesson 4 --solution      # print the answer and its reason; without 4: all answers
 
-The questions are in docs/lesson.md; answers, measurements, hints and reasons in EXERCISES.
+The questions are in docs/lesson.md; answers, measurements, hints and reasons are in EXERCISES, and
 tests/test_lesson.py measures each answer again. Exit codes: 0 right answer, 3 wrong answer, 2 not
 an answer.
 """
@@ -51,8 +51,8 @@ class Exercise:
     choices: tuple[str, ...] = ()  # if not empty, the answer is one of these
 
     def read(self, text: str) -> float | str:
-        """Return the answer in `text`, which is a number or one of `choices`. Raises MiniGPTError
-        if `text` is neither."""
+        """Return the answer in `text`: a number, or one of `choices`. Raises MiniGPTError for any
+        other text."""
         if self.choices:
             word = text.strip("'\"`.() ").lower()
             if word not in self.choices:
@@ -70,8 +70,8 @@ class Exercise:
         return abs(given - answer) <= self.tolerance * abs(answer)
 
     def comment(self, given: float | str) -> str:
-        """Return the comment on the wrong answer `given`. The comment helps to find the right
-        answer, but does not contain the right answer."""
+        """Return the comment on the wrong answer `given`, a hint that does not contain the right
+        answer."""
         comments = (comment for wrong, comment in self.mistakes if self.is_near(given, wrong))
         return next(comments, self.hint)
 
@@ -91,12 +91,12 @@ wide  kept
 g     kept
 y     not needed""",
         why="Backward of a linear layer needs the layer's input, and backward of GELU needs GELU's "
-        "input. No backward needs y. So the result of a last matmul is never kept.",
+        "input. No backward needs y, so the result of a last matmul is never kept.",
         hint="Go through the three operations one by one. Which tensor is in the formula of the "
         "operation's gradient: its input or its result?",
         mistakes=(
             (4, "One tensor is too many. Which tensor is in no formula of a gradient?"),
-            (2, "The gradients of the weights need tensors, too. And so does the slope of GELU."),
+            (2, "The gradients of the weights need tensors, and so does the slope of GELU."),
         ),
     ),
     2: Exercise(
@@ -105,7 +105,7 @@ y     not needed""",
         unit="BTC",
         tolerance=0.01,
         why="x, ln_1, q, k, v, attention, x2 and ln_2 are 8 tensors of width C. c_fc and gelu are "
-        "4 C wide, so each counts as 4 tensors: together 16 tensors of 4 BTC. No result of a "
+        "4 C wide, so each counts as 4 tensors: all together 16 tensors of 4 BTC. No result of a "
         "c_proj is kept.",
         hint="Count tensors of width C, which have 4 BTC each: q, k and v are three, c_fc is four.",
         mistakes=(
@@ -137,8 +137,8 @@ y     not needed""",
         unit="BTC",
         tolerance=0.01,
         why="ln_1 and ln_2 (2 BTC each) and gelu (8 BTC) are not kept. That is a third of the "
-        "block, and no matmul is recomputed. Their inputs (x, x2, c_fc) must be kept for the "
-        "replay.",
+        "block, and no matmul is recomputed. The inputs of the three (x, x2, c_fc) must be kept "
+        "for the replay.",
         hint="Subtract the results of two LayerNorms and a GELU from the answer to exercise 3.",
         mistakes=(
             (12, "That is what is no longer kept. How much is still kept?"),
@@ -156,7 +156,7 @@ y     not needed""",
 1.17  and the head: GPT-2 small, 1,024 tokens""",
         tolerance=0.004,
         why="A block has 12 C^2 weights. The last matmul, with 4 C^2 of them, is not replayed: "
-        "1 + (8/12) / 3. For GPT-2 small it is 1.17, because its head is not replayed.",
+        "1 + (8/12) / 3. For GPT-2 small with its head the factor is 1.17: no head is replayed.",
         hint="Forward is a third of a step's FLOPs. Which share of a block's forward is replayed?",
         mistakes=(
             (4 / 3, "That is the textbook's answer. Which matmul has a result that nothing needs?"),
@@ -179,8 +179,8 @@ checkpoint                loss equal to the bit, 0 of 28 gradients differ
 preserve_rng_state=False  loss equal to the bit, 26 of 28 gradients differ""",
         choices=("a", "b", "c", "d"),
         why="Forward computes the loss before any replay, so the loss is the same. But backward "
-        "multiplies by the masks of the replay, which would be other masks. So checkpoint saves "
-        "the generator's state, and then no bit differs.",
+        "multiplies by the masks of the replay, which would be other masks. With the generator's "
+        "state, which checkpoint saves and restores, no bit differs.",
         hint="Is the loss computed before the replay or after it? And what does backward do with a "
         "dropout mask?",
         mistakes=(
@@ -192,7 +192,7 @@ preserve_rng_state=False  loss equal to the bit, 26 of 28 gradients differ""",
     7: Exercise(
         answer=6.90,
         facts="""\
- 6.90 GiB  logits, log-softmax and the gradient of that
+ 6.90 GiB  logits, log-softmax and its gradient
  3.96 GiB  kept by 12 blocks
 so the peak of a step is
 12.40 GiB  none, head at once
@@ -201,9 +201,9 @@ so the peak of a step is
  2.40 GiB  full, head in chunks""",
         unit="GiB",
         tolerance=0.02,
-        why="The three tensors take 12 bytes for each of tokens x ids: more than all 12 blocks "
-        "keep. So in this project the head runs in chunks. If it ran at once, even `full` would "
-        "save less than a third of the peak.",
+        why="The three tensors take 12 bytes for each pair of a token and an id: more than all 12 "
+        "blocks keep. This project therefore runs the head in chunks. With the head at once, even "
+        "`full` would save less than a third of the peak.",
         hint="Tokens x ids x 3 tensors x 4 bytes; a GiB has 2^30 bytes.",
         mistakes=(
             (2.3, "That is one of the three tensors."),
@@ -223,14 +223,14 @@ K   by formula   peak of a step
 4      156 BTC   3,618.0 MiB
 6      224 BTC   4,258.5 MiB
 12     436 BTC   6,252.0 MiB""",
-        why="All tensors of a block take as much memory as 9 inputs. So each block that is added "
-        "to a group costs as much as 9 inputs. 4 L / K + 36 K has its minimum at sqrt(L) / 3, "
-        "which is 1.2 for 12 blocks.",
+        why="All tensors of a block take as much memory as 9 inputs, and each block that is added "
+        "to a group costs as much. 4 L / K + 36 K has its minimum at K = sqrt(L) / 3, which is "
+        "1.2 for 12 blocks.",
         hint="Compute 4 L / K + 36 K for L = 12 and K = 1, 2, 3, 4.",
         mistakes=(
             (3, "sqrt(12) is for inputs as large as a block. Here an input is a ninth of a block."),
             (4, "sqrt(12) is for inputs as large as a block. Here an input is a ninth of a block."),
-            (12, "Then all tensors of 12 blocks exist at the same time, as without recompute."),
+            (12, "All tensors of 12 blocks would exist at the same time, as without recompute."),
         ),
     ),
     9: Exercise(
@@ -291,12 +291,12 @@ K   by formula   peak of a step
 18      80 BTC   130.1 MiB""",
         why="36 / K inputs of groups are kept, and K inputs of the blocks in one group. The sum is "
         "smallest at sqrt(36), as Chen et al. say. All tensors of a block take as much as 9 "
-        "inputs, but they no longer count K times.",
+        "inputs, but count once, not K times.",
         hint="Compute 36 / K + K for the divisors of 36.",
         mistakes=(
-            (1, "Then all 36 inputs are kept. All tensors of only one block exist, whatever K is."),
+            (1, "All 36 inputs would be kept. The tensors of one block exist at a time for any K."),
             (2, "sqrt(36) / 3 is for groups whose blocks have all their tensors at the same time."),
-            (36, "Then there is one group, and its replay keeps the inputs of all 36 blocks."),
+            (36, "With a single group, its replay keeps the inputs of all 36 blocks."),
         ),
     ),
     12: Exercise(
@@ -308,9 +308,10 @@ backward                  none of 28 weights differ
 update                    28 of 28 weights differ
 backward, gradients kept  28 of 28 weights differ""",
         choices=("a", "b", "c", "d"),
-        why="Forward changes no weight. Backward changes only gradients, and the run drops them. "
-        "With the same data and masks, the policy changes no bit. In the update, the first weights "
-        "have changed already when memory runs out. A second update would change them twice.",
+        why="Forward changes no weight, and backward changes only gradients, which the run drops. "
+        "With the same data and masks, the policy does not change the result. In the update, some "
+        "weights have already changed when memory runs out; a second update would change them "
+        "twice.",
         hint="Which tensors does each part of a step change: forward, backward, update? Which of "
         "these changes can the run undo without a copy?",
         mistakes=(

@@ -1,20 +1,20 @@
 """Write an HTML page that shows the memory of a training step over time, before anything runs.
 
-python -m scripts.memory_page                                           # the demo's model: seconds
+python -m scripts.memory_page                                           # the default model: seconds
 python -m scripts.memory_page --model gpt2 --batch-size 8 --device cuda          # 16 s
 python -m scripts.memory_page --model gpt2 --batch-size 8 --card "RTX 4090" --memory-budget 4GiB
 
-Open the page in any browser; the page needs no network and no other file. For each recompute policy
-it shows each storage of the step: its name, the line that made it, why it is kept and when it is
-freed. The page also lists the storages that are alive at any instant, and shows which policies fit
-a budget.
+The page opens in any browser, without a network and without other files. For each recompute policy
+the page shows each storage of the step, with its name, the line that made it, why it is kept and
+when it is freed. The page also lists the storages that are alive at any instant, and shows which
+policies fit a budget.
 
-The flags are those of the trainers, with the same meaning. The page first shows the policy that the
-flags select. The horizontal axis is the progress of the step, in FLOPs or, with --card, in
-predicted seconds. `--device cuda` plans for a GPU, also on a machine without one.
+The flags are those of the trainers, with the same meaning, and select the policy that the page
+shows first. The horizontal axis is the progress of the step, in FLOPs or, with --card, in predicted
+seconds. `--device cuda` plans for a GPU, also on a machine without a GPU.
 
-All numbers come from the planner (planner/record.py). The page itself is plain HTML, CSS and
-JavaScript in scripts/page/. This file inserts the numbers into the page.
+All numbers come from the planner (planner/record.py). This file inserts them into a page of plain
+HTML, CSS and JavaScript (scripts/page/).
 """
 
 import json
@@ -56,9 +56,9 @@ from trainer.settings import Settings, resolve, row
 
 SOURCE = Path(__file__).parent / "page"
 SCRIPTS = ("step.js", "frame.js", "chart.js", "listen.js", "page.js")
-# Some parts of the step have no matrix products, and so no FLOPs. To be visible, a part of forward
-# or backward is at least NARROW wide, and the optimizer's update is at least UPDATE wide. Both are
-# widths as shares of the width of a step without recompute.
+# Minimum widths of a part of forward or backward (NARROW) and of the optimizer's update (UPDATE),
+# as shares of the width of a step without recompute. Without them, parts without matrix products,
+# which have no FLOPs, would be invisible.
 NARROW, UPDATE = 1 / 400, 1 / 50
 WORDS = {
     "plain": "every intermediate is kept, and all logits exist at once, as in most tutorials",
@@ -85,11 +85,11 @@ def parse(argv: list[str] | None) -> PageSettings:
 
 
 class Labels:
-    """Labels that describe storages, each with a number: 0, 1, 2 and so on. Equal blocks have equal
-    storages; only the block number in the storages' names differs. A label has "<+0>" in place of
-    the number of the storage's own block, and "<+1>" in place of the number of the next block. So
-    equal storages of all blocks share one label. The lookup of a new label gives this label the
-    next number. (Names of operators and source lines are numbered in the same way.)"""
+    """Labels that describe storages, each with an index. Equal blocks have equal storages, whose
+    names differ only in the index of the block. A label has "<+0>" in place of the index of the
+    storage's own block, and "<+1>" in place of the next block's, so equal storages of all blocks
+    share one label. A label gets the next free index when it is first looked up. (Names of
+    operators and source lines have indices of the same kind.)"""
 
     def __init__(self) -> None:
         self.operators, self.lines, self.storages = (
@@ -97,7 +97,8 @@ class Labels:
         )
 
     def of(self, storage: Storage) -> int:
-        """Return the number of a storage's label, which equal storages of other blocks share."""
+        """Return the index of a storage's label; equal storages of other blocks have the same
+        index."""
         texts = (
             relative(text, storage.block_index) for text in (storage.name, storage.reason_alive)
         )
@@ -109,7 +110,7 @@ class Labels:
 
 
 def relative(text: str, block: int | None) -> str:
-    """Replace block numbers by offsets to `block`: "blocks.4.ln_1" in block 3 becomes
+    """Replace block indices by their distance from `block`: "blocks.4.ln_1" in block 3 becomes
     "blocks.<+1>.ln_1"."""
     if block is not None:
         text = re.sub(r"\bblocks\.(\d+)", lambda n: f"blocks.<{int(n[1]) - block:+d}>", text)
@@ -117,12 +118,12 @@ def relative(text: str, block: int | None) -> str:
 
 
 def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
-    """Return two lists: the index of the first operator of each part of the step, and this
-    operator's position on the horizontal axis. The last entries are the end of the step.
+    """Return two lists: the index of the first operator of each part of the step, and the position
+    of this operator on the horizontal axis. The last entries are the end of the step.
 
-    Positions begin at 0, and 1 stands for the FLOPs of a step without recompute. A part, such as
-    the forward of a block, is as wide as the FLOPs of its matrix products. Its operators share that
-    width evenly.
+    Positions begin at 0, in units of the FLOPs of a step without recompute. A part, such as the
+    forward of a block, is as wide as the FLOPs of its matrix products, and its operators are spaced
+    evenly.
     """
     step = record.step_memory
     work, (step_flops, _) = step.flops_and_bytes_by_op, step.needed_and_replayed_flops
@@ -136,8 +137,8 @@ def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
 
 
 def along_seconds(record: StepRecord, card: Card) -> tuple[list[int], list[float]]:
-    """Return two lists: the index of each operator that takes time, and its position on the
-    horizontal axis in predicted seconds. The last entries are the end of the step."""
+    """Return two lists: the index of each operator that takes time, and the operator's position on
+    the horizontal axis in predicted seconds. The last entries are the end of the step."""
     op_work = record.step_memory.flops_and_bytes_by_op
     each = seconds_of_each_op(op_work, card) * op_work.times
     return [*op_work.at.tolist(), len(record.step_memory.timeline)], [0.0, *each.cumsum()]
@@ -179,8 +180,8 @@ def step_data(record: StepRecord, name: str, labels: Labels, plan: CommandPlan) 
 
 
 def ways_data(plan: CommandPlan) -> list[list]:
-    """Return [peak, cost, name, flags] of each policy that `auto` may choose, the cheapest first,
-    for page.js."""
+    """Return [peak in bytes, cost in seconds or relative FLOPs, name, flags] of each policy that
+    `auto` may choose, the cheapest first, for page.js."""
     batch_size, card = plan.settings.batch_size, plan.card
     steps = pareto_frontier(simulate_policies_fastest_first(plan.planner, batch_size, card))
     costs = [step.seconds(card) if card else step.relative_flops for step in steps]
@@ -196,7 +197,7 @@ def policies(plan: CommandPlan) -> tuple[dict[str, dict[str, Any]], str]:
     config = plan.config
     if plan.settings.use_activation_checkpoint == AUTO:
         config = plan.with_fastest_policy().config
-    # --loss-chunks sets the number of chunks for all policies; one block makes no group of 2.
+    # --loss-chunks contradicts "plain", which has one chunk; a single block makes no group of 2.
     left_out = {"plain": config.loss_chunks > 0, "full/2": config.n_layers == 1}
     settings = {name: memory for name, memory in POLICIES.items() if not left_out.get(name)}
     settings[config.recompute] = {"recompute": config.recompute, "loss_chunks": config.loss_chunks}
@@ -235,7 +236,7 @@ def page_data(plan: CommandPlan, records: dict[str, StepRecord], first: str) -> 
 
 
 def render_page(data: dict[str, Any], command: str) -> str:
-    """Return the page as one file: HTML with the style, the scripts and the numbers inserted."""
+    """Return the page as the text of one file: HTML with the style, the scripts and the numbers."""
     text = json.dumps(data | {"command": command}, separators=(",", ":"))
     page, style, *script = (
         (SOURCE / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)
@@ -243,7 +244,7 @@ def render_page(data: dict[str, Any], command: str) -> str:
     parts = {
         "page.css": style,
         "page.js": "".join(script),
-        # Escape "<": a "</script>" in a name would end the script.
+        # Escape "<", because a "</script>" in a name would end the script.
         "numbers": "const DATA = " + text.replace("<", "\\u003c") + ";",
     }
     return re.sub(r"/\* ([\w.]+) \*/", lambda mark: parts[mark[1]], page)

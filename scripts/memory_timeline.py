@@ -1,14 +1,14 @@
 """Predict and draw the memory over one training step, one panel per policy.
 
-python -m scripts.memory_timeline                                    # the demo's model: seconds
+python -m scripts.memory_timeline                                    # the default model: seconds
 python -m scripts.memory_timeline --model gpt2 --batch-size 8 --device cuda       # 15 seconds
 python -m scripts.memory_timeline --policies none mlp full/2 --out mine.svg
 
-The flags are those of the trainers, with the same meaning. Flags that choose a policy have no
-effect, because --policies names the panels. Flags of the group "running" have no effect either. The
-horizontal axis is the progress of the step, in FLOPs. The vertical axis is the memory of all
-tensors, as the planner predicts it. `--device cuda` plans for a GPU, also on a machine without one.
-The command needs matplotlib: pip install matplotlib
+The flags are those of the trainers, with the same meaning. Flags of the group "running" have no
+effect, nor do flags that choose a policy, because --policies names the panels. The horizontal axis
+is the progress of the step in FLOPs, the vertical axis the predicted memory of all tensors.
+`--device cuda` plans for a GPU, also on a machine without a GPU. The command needs matplotlib: pip
+install matplotlib
 """
 
 import sys

@@ -3,10 +3,10 @@
 python -m scripts.plot_metrics checkpoints/*.metrics.jsonl                      # out/metrics.png
 python -m scripts.plot_metrics a.metrics.jsonl b.metrics.jsonl --out curves.svg
 
-The values of single log lines are noisy. So a long run has a thin line for all values, and a thick
-line for their moving average over a twentieth of the run. (--smooth 1: no average.) A vertical
-line marks where memory ran out and the run went on with another recompute policy. The legend shows
-each run's peak memory. The command needs matplotlib: pip install matplotlib
+Single log lines are noisy, so a long run has a thin line through all values, and a thick line for
+their moving average over a twentieth of the run. (--smooth 1: no average.) A vertical line marks
+where memory ran out and the run continued with another recompute policy. The legend shows each
+run's peak memory. The command needs matplotlib: pip install matplotlib
 """
 
 import argparse
@@ -55,7 +55,7 @@ def points(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw(plt: Any, runs: Runs, smooth: int | None) -> Any:
-    """Draw a panel for each of PANELS, with a colour for each run, and the legend below them."""
+    """Draw a panel for each of PANELS, in which each run has its colour, and the legend below."""
     figure, axes = plt.subplots(len(PANELS), 1, sharex=True, figsize=(WIDTH, 5 + 0.1 * len(runs)))
     for axis, (title, keys) in zip(axes, PANELS.items(), strict=True):
         axis.set_title(title)
@@ -82,7 +82,7 @@ def draw_run(
     color: str,
     name: str,
 ) -> None:
-    """Draw one run in one panel. Its label is "minigpt_single: peak 3.2 GiB (cuda)"."""
+    """Draw one run in one panel, with a label such as "minigpt_single: peak 3.2 GiB (cuda)"."""
     peak = max(points(records, "peak_memory_bytes")[1], default=None)
     kind = records[-1].get("peak_memory_kind")
     label = f"{name}: peak {format_bytes(peak)} ({kind})" if peak else name
@@ -92,7 +92,7 @@ def draw_run(
         axis.plot(steps, values, color=color, linewidth=0.6, alpha=0.35)
         values = np.convolve(values, np.full(window, 1 / window), "valid")
         steps = steps[(window - 1) // 2 :][: len(values)]
-    # The log lines of a short run may be at uneven steps. So mark each.
+    # A short run's log lines may be at uneven steps, so each is marked.
     marker = "." if len(steps) < LONG else ""
     axis.plot(steps, values, color=color, linewidth=1.5, marker=marker, label=label)
     axis.plot(*points(records, validation), "o--", color=color, markerfacecolor="w", linewidth=1)

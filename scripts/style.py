@@ -1,7 +1,7 @@
-"""Define the colours, labels and sizes of all pictures and of memory_page's web page. Make the
+"""Define the colours, labels and sizes of all pictures and of memory_page's web page, and the
 metadata of results (`about`): the command, the device, the torch version and the date.
 
-Only load_pyplot imports matplotlib. If matplotlib is missing, the error is one line, not a
+Only load_pyplot imports matplotlib, so that a missing matplotlib is an error of one line, not a
 traceback.
 """
 
@@ -27,10 +27,10 @@ POLICIES: dict[str, dict[str, Any]] = {
     "plain": {"recompute": "none", "loss_chunks": 1},  # as in most tutorials
     **{policy: {"recompute": policy} for policy in UNIFORM_POLICIES},
 }
-# Kinds of memory, in the order of every picture from the bottom up: first the memory that exists
-# during the whole step. The hues are Okabe and Ito's; the first three kinds have the cold hues.
-# Some colours are lighter or darker than Okabe and Ito's. Otherwise a colour-blind reader would
-# confuse "head" with "temporaries", and "recomputed" with "activations".
+# Kinds of memory in the order of every picture, from the bottom up: first those that exist during
+# the whole step, in cold hues. The hues are Okabe and Ito's. Some colours are lighter or darker
+# here, because a colour-blind reader would otherwise confuse "head" with "temporaries" and
+# "recomputed" with "activations".
 COLORS = {
     "parameters": "#0072B2",
     "optimizer": "#56B4E9",
@@ -50,7 +50,7 @@ LEGEND = {  # kind -> "name: meaning"
     "temporaries": "temporaries: soon gone",
 }
 # Web pages show a picture about 830 pixels wide, whatever its own width. With this WIDTH (inches),
-# text of SMALL (points) is then 16 pixels high, like the text around the picture.
+# text of size SMALL (points) is 16 pixels high there, like the text around the picture.
 WIDTH, SMALL = 6.4, 9
 STYLE: Any = {
     "figure.constrained_layout.use": True,
@@ -139,6 +139,6 @@ def describe_about(about: dict[str, Any]) -> str:
 
 
 def write_json(file: Path | None, numbers: dict[str, Any]) -> None:
-    """Write the numbers to `file`; None: write nothing."""
+    """Write the numbers to `file`, or nothing if `file` is None."""
     if file:
         file.write_text(json.dumps(numbers, indent=1) + "\n")
