@@ -3,15 +3,15 @@
 Every policy on GPT-2 small:
     python -m scripts.benchmark --model gpt2 --batch-size 2
 
-The command takes minutes, and prints a row of the table after each policy. The machine should be
-idle otherwise.
+The command takes minutes on an otherwise idle machine, and prints a row of the table after each
+policy.
 
 With each policy the command runs the trainer's step (train_step) on random tokens, and takes the
 median time of several steps. (On a GPU it takes the mean, because Python waits for the GPU only
-after the last step and cannot time single steps.) The peak is that of all tensors. On a GPU,
-PyTorch's caching allocator counts it; on a CPU, the planner's recorder counts the storages of a
-real step as it counts those of a simulated step. (With --compile there is no count on a CPU,
-because recorded blocks would run eagerly.)
+after the last step and cannot time single steps.) The peak counts all tensors. On a GPU, PyTorch's
+caching allocator measures it; on a CPU, the planner's recorder counts the storages of a real step
+as it counts those of a simulated step. (With --compile there is no count on a CPU, because recorded
+blocks would run eagerly.)
 
 Beside each figure the table has the planner's prediction (planner/roofline.py). For a CUDA GPU that
 is listed in planner.CARDS, predictions use its data sheet; any other device is measured for three
@@ -83,7 +83,7 @@ class BenchmarkSettings(Settings):
 
 
 def parse(argv: list[str]) -> BenchmarkSettings:
-    """Return the resolved settings, with --vocab-size. Raises MiniGPTError before anything is
+    """Return the resolved settings, with --vocab-size, or raise MiniGPTError before anything is
     measured."""
     typed = BenchmarkSettings.parse(
         argv,
@@ -103,8 +103,8 @@ def parse(argv: list[str]) -> BenchmarkSettings:
 
 
 def make_plan(settings: BenchmarkSettings) -> CommandPlan:
-    """Return the plan for this machine's device. A device without a data sheet is measured now, for
-    some seconds."""
+    """Return the plan for this machine's device, which is measured for some seconds if the planner
+    has no data sheet of it."""
     device = choose_device(settings.device)
     set_matmul_precision(device, settings.tf32)
     if settings.compile:

@@ -7,7 +7,7 @@ python -m scripts.checkpoint_from_scratch --dropout 0     # the replay leaves ou
 of autograd. In forward, autograd passes each tensor that backward will need to the first hook, and
 keeps the ticket, a placeholder, that the hook returns. The checkpoint drops the tensor. When
 backward hands in the first ticket, the second hook runs the block a second time. This replay saves
-the same tensors in the same order, which puts a recomputed tensor into each ticket.
+the same tensors in the same order, so each ticket receives its recomputed tensor.
 
 Part 1 of this file is the checkpoint. Part 2, the narrator, runs one small block and prints each
 event as it happens. tests/test_checkpoint_from_scratch.py compares a training step with this
@@ -52,7 +52,7 @@ Tell = Callable[..., None]  # (event, ticket or None, tensor or None)
 
 
 def tell_nobody(*event: Any) -> None:
-    """Ignore an event. (The narrator of part 2 passes a function that prints it.)"""
+    """Default of `tell`: ignore an event, which the narrator of part 2 would print."""
 
 
 def checkpoint(function: Callable, *args: Any, tell: Tell = tell_nobody) -> Any:

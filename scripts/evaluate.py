@@ -7,7 +7,7 @@ on another text:
 
 The text is one sequence of tokens, cut into windows as in training; the last window may be shorter.
 Every token except the first is predicted, and counts once. The model computes in float32, so that
-other programs can reproduce the loss. (--amp-dtype auto computes in the trainers' precision.)
+other programs can reproduce the loss, or with --amp-dtype auto in the trainers' precision.
 """
 
 import argparse

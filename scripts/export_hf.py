@@ -1,4 +1,4 @@
-"""Export a trained MiniGPT as a folder for Hugging Face's transformers and programs that use it.
+"""Export a trained MiniGPT as a folder for Hugging Face's transformers and programs based on it.
 
     python -m scripts.export_hf checkpoints/minigpt_single.pt --out minigpt-hf
 
@@ -60,7 +60,7 @@ def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     alone = {name: allowed[0] for name, allowed in SUPPORTED_GPT2_SETTINGS.items()}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_id)
     # The sampling defaults of scripts.generate. max_length ends a text at the last position of the
-    # model, because transformers has no sliding window, with which scripts.generate continues.
+    # model, because transformers lacks the sliding window of scripts.generate.
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 40}
     sampling |= {"pad_token_id": tokenizer.eot_id, "max_length": config.max_position_embeddings}
     files: dict[str, Any] = {"generation_config.json": ends | sampling}

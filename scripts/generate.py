@@ -1,4 +1,4 @@
-"""Generate text with a trained MiniGPT. Only its snapshot is needed: no data and no network.
+"""Generate text with a trained MiniGPT, from its snapshot alone, without data or a network.
 
 python -m scripts.generate --prompt "def " --max-new-tokens 200 --temperature 0.8 --top-k 40
 

@@ -13,7 +13,7 @@ The flags are those of the trainers, with the same meaning, and select the polic
 shows first. The horizontal axis is the progress of the step, in FLOPs or, with --card, in predicted
 seconds. `--device cuda` plans for a GPU, also on a machine without a GPU.
 
-All numbers come from the planner (planner/record.py). This file inserts them into a page of plain
+All numbers come from the planner (planner/record.py), and are inserted here into a page of plain
 HTML, CSS and JavaScript (scripts/page/).
 """
 
@@ -57,8 +57,8 @@ from trainer.settings import Settings, resolve, row
 SOURCE = Path(__file__).parent / "page"
 SCRIPTS = ("step.js", "frame.js", "chart.js", "listen.js", "page.js")
 # Minimum widths of a part of forward or backward (NARROW) and of the optimizer's update (UPDATE),
-# as shares of the width of a step without recompute. Without them, parts without matrix products,
-# which have no FLOPs, would be invisible.
+# as shares of the width of a step without recompute. Otherwise parts without matrix products, which
+# have no FLOPs, would be invisible.
 NARROW, UPDATE = 1 / 400, 1 / 50
 WORDS = {
     "plain": "every intermediate is kept, and all logits exist at once, as in most tutorials",

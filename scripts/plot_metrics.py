@@ -37,7 +37,7 @@ PANELS = {  # title -> keys of the records for training and for validation
 
 
 def load(paths: list[Path]) -> Runs:
-    """Read the records of each run. Raises MiniGPTError for a file that holds no records."""
+    """Return the records of each run; a file without records raises MiniGPTError."""
     runs: Runs = {}
     for path in paths:
         records = read_metrics(path)

@@ -50,7 +50,7 @@ LEGEND = {  # kind -> "name: meaning"
     "temporaries": "temporaries: soon gone",
 }
 # Web pages show a picture about 830 pixels wide, whatever its own width. With this WIDTH (inches),
-# text of size SMALL (points) is 16 pixels high there, like the text around the picture.
+# text of size SMALL (points) is 16 pixels high on such a page, like the text around the picture.
 WIDTH, SMALL = 6.4, 9
 STYLE: Any = {
     "figure.constrained_layout.use": True,
@@ -69,8 +69,8 @@ FLAGS_NOTE = "Takes the trainers' flags; many of them do not change the plan."
 def record_steps(
     plan: CommandPlan, policies: Mapping[str, dict[str, Any]]
 ) -> dict[str, StepRecord]:
-    """Return the record of a simulated step with each policy. `policies`: name -> arguments of
-    `Planner.record`. Raises ValueError for a policy that names more blocks than the model has."""
+    """Return the record of a simulated step with each of `policies` (name -> arguments of
+    `Planner.record`). Raises ValueError for a policy that names more blocks than the model has."""
     each = tqdm(policies.items(), unit="policy", disable=None, leave=False)
     batch_size = plan.settings.batch_size
     return {name: plan.planner.record(batch_size, **memory) for name, memory in each}
@@ -102,7 +102,7 @@ def load_pyplot(program: str) -> Any:
 
 
 def save_picture(figure: Any, file: Path, about: Mapping[str, str] | None = None) -> None:
-    """Write the picture. A PNG file has `about` in its metadata, but not matplotlib's version, so
+    """Write the picture. The metadata of a PNG file are `about`, without matplotlib's version, so
     that equal numbers give equal files. Raises a MiniGPTError that names --out."""
     metadata = {"Software": None, **(about or {})} if file.suffix == ".png" else None
     try:
