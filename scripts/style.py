@@ -102,8 +102,8 @@ def load_pyplot(program: str) -> Any:
 
 
 def save_picture(figure: Any, file: Path, about: Mapping[str, str] | None = None) -> None:
-    """Write the picture. The metadata of a PNG file are `about`, without matplotlib's version, so
-    that equal numbers give equal files. Raises a MiniGPTError that names --out."""
+    """Write the picture. The metadata of a PNG file are only `about`, without matplotlib's version,
+    so that equal numbers give equal files. Raises a MiniGPTError that names --out."""
     metadata = {"Software": None, **(about or {})} if file.suffix == ".png" else None
     try:
         file.parent.mkdir(exist_ok=True)  # (the default folder, out/, may be missing)
