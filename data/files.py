@@ -44,9 +44,8 @@ def find_files(names: Sequence[str], flag: str, say: Say) -> list[Path]:
             if os.path.isfile(f) and (suffix_of(f) in TEXT_SUFFIXES + TOKEN_SUFFIXES or f in paths)
         ]
         if not taken:
-            raise DataError(
-                f"{flag} {name}: no such file or folder, or no text or token file in it"
-            )
+            only = f"no text or token file, only {describe_paths(files)}" if files else ""
+            raise DataError(f"{flag} {name}: {only or 'no such file, or an empty folder'}")
         for file in taken:
             found.setdefault(os.path.realpath(file), Path(file))
         skipped |= {*files} - {*taken}

@@ -19,7 +19,7 @@ from pathlib import Path
 from trainer.bootstrap import IS_MAIN_PROGRAM, say_stopped
 
 LISTING = """\
-Type NAME as python -m scripts.NAME (or python scripts/NAME.py). Type NAME.py as python NAME.py.
+Type NAME as python -m scripts.NAME, and NAME.py as python NAME.py.
 Each command has --help. Commands that plan a run take the trainers' flags, with the same meaning.
 
 what you type                             the question that it answers                takes

@@ -58,11 +58,15 @@ class Exercise:
             if word not in self.choices:
                 raise MiniGPTError(f"answer one of {', '.join(self.choices)}, not {text[:40]!r}")
             return word
-        number = re.fullmatch(rf"(?i)([-+]?\d*\.?\d+)\.?\s*(?:{self.unit}|x|times)?", text.strip())
+        # "4/3", "1,33" and "1.33 x" are numbers, too; in "1,424" the comma separates thousands.
+        text = re.sub(r",(?!\d{3}\b)", ".", text.strip()).replace(",", "")
+        number = re.fullmatch(
+            rf"(?i)([-+]?\d*\.?\d+)(?:/([1-9]\d*))?\.?\s*(?:{self.unit}|x|times)?", text
+        )
         if not number:
             wanted = f"a number, as 12.3 {self.unit}".strip()
             raise MiniGPTError(f"the answer must be {wanted}, not {text[:40]!r}")
-        return float(number[1])
+        return float(number[1]) / float(number[2] or 1)
 
     def is_near(self, given: float | str, answer: float | str) -> bool:
         if isinstance(given, str) or isinstance(answer, str):
@@ -157,7 +161,8 @@ y     not needed""",
         tolerance=0.004,
         why="A block has 12 C^2 weights. The last matmul, with 4 C^2 of them, is not replayed: "
         "1 + (8/12) / 3. For GPT-2 small with its head the factor is 1.17: no head is replayed.",
-        hint="Forward is a third of a step's FLOPs. Which share of a block's forward is replayed?",
+        hint="Forward is a third of a step, so the factor is 1 + a third of the share of a block's "
+        "forward that is replayed. Which share is that?",
         mistakes=(
             (4 / 3, "That is the textbook's answer. Which matmul has a result that nothing needs?"),
             (1.17, "That is GPT-2 small with its head. The exercise asks for blocks alone."),
@@ -169,6 +174,9 @@ y     not needed""",
             (1.25, "Which share of 12 C^2 is replayed? A forward is a third of the step."),
             (1.23, "That includes the products inside attention. Count the linear layers alone."),
             (1.2, "Nearly: give two digits after the decimal point."),
+            (22, "As a factor of the whole step, not in percent."),
+            (122, "As a factor of the whole step, not in percent."),
+            (1 + 7 / 36, "attn.c_proj is replayed: its result is part of x2, which ln_2 needs."),
         ),
     ),
     6: Exercise(

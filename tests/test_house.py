@@ -19,7 +19,7 @@ ROOMS = {
     "the root": 405,
     "memory": 560,
     "planner": 1_164,
-    "trainer": 1_830,
+    "trainer": 1_840,
     "data": 490,
     "scripts": 1_220,
     "studies": 66,

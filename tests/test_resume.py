@@ -254,7 +254,7 @@ def test_any_path_can_be_pasted(tmp_path, capsysbinary):
     assert broken(path, "term:0:3", "--log-interval=10") == 143
     resume = pasted("^stopped .*: saved; go on with --resume: python train_minimal.py (.*)")
     assert train_minimal.main(resume) == 0
-    assert pasted("^next     (.*)")[-2:] == ["--checkpoint-path", str(path)]
+    assert pasted("^next     (.*)")[-1] == str(path.with_suffix(".best.pt"))
 
     assert train_here(path, "--num-steps=2") == 0
     older = pasted("to go on with that one: (.*)")
@@ -285,7 +285,7 @@ def test_a_text_that_has_moved_is_gone_on_with_and_one_that_was_edited_is_refuse
     other.write_text(text.read_text() + "another one\n")
     moved = text.rename(text.with_name("moved.txt"))
     refused = {
-        (): f"--train-data {text}: no such file or folder",
+        (): f"--train-data {text}: no such file",
         (f"--train-data={other}",): r"--train-data: .* \(--train-data\); the data must",
     }
     for words, says in refused.items():

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from data import DataError, Tokenizer
 from data.errors import MiniGPTError, errors_as_data_errors
+from data.files import describe_paths
 from data.tokenizer import load_tokenizer
 from data.tokenizer_json import check_vocabulary
 from memory import MemorySavingGPT
@@ -165,10 +166,11 @@ def open_pretrained(path: Path) -> Pretrained:
             config, weights = MiniGPTConfig(**state["config"]), state["model"]
             tokenizer = Tokenizer.from_state(state["tokenizer"])
     else:
-        raise SnapshotError(
-            f"there is no snapshot and no folder {path}; if that is a GPT-2 on the Hugging Face "
-            f"hub, `hf download {path} --local-dir {path.name}` makes the folder"
-        )
+        hint = f"for one of the Hugging Face hub: hf download {path} --local-dir {path.name}"
+        if path.suffix == ".pt" or path.parent != Path() and path.parent.exists():
+            there = sorted(map(str, path.parent.glob("*.pt")))
+            hint = f"there are {describe_paths(there)}" if there else "a trainer writes one"
+        raise SnapshotError(f"there is no snapshot and no folder {path}; {hint}")
     with torch.device("meta"):
         model = MemorySavingGPT(config)
     check_shapes(path, weights, model.state_dict())

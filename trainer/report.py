@@ -123,10 +123,12 @@ def resume_command(run: Run) -> str:
 
 
 def generate_command(run: Run) -> str:
-    """Return the command that generates text with the run's snapshot."""
+    """Return the command that generates text with the run's best snapshot."""
     # The folder of the project; "" if the project is in the current folder.
     folder = os.path.dirname(run.process.command[-1])
-    flags = to_words({"checkpoint_path": run.settings.checkpoint_path})
+    best = sibling_path(run.settings.checkpoint_path, ".best.pt")
+    path = best if best.exists() else run.settings.checkpoint_path
+    flags = to_words({"checkpoint_path": path})
     command = shlex.join(["python", "-m", "scripts.generate", *flags])
     return f"PYTHONPATH={shlex.quote(folder)} {command}" if folder else command
 

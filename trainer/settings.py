@@ -47,7 +47,10 @@ SHAPE_BY_MODEL: dict[str, dict[str, int]] = {
 # A user may type only one of each pair. If --resume meets one of them, the snapshot's other goes.
 EXCLUSIVE_FLAGS = (("num_steps", "num_tokens"), ("no_amp", "amp_dtype"))
 # argparse type -> function that writes a value of this type with its unit
-FORMATTER_BY_TYPE: dict[Any, Callable[[Any], str]] = {byte_count: "{}b".format}
+UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "b"))
+FORMATTER_BY_TYPE: dict[Any, Callable[[Any], str]] = {  # the largest unit of which it is a multiple
+    byte_count: lambda n: next(f"{n >> power}{unit}" for power, unit in UNITS if n % 2**power == 0)
+}
 ON_OFF = argparse.BooleanOptionalAction  # a switch that --no-FLAG turns off
 ONE_PROCESS = Layout()
 S = TypeVar("S", bound="Settings")

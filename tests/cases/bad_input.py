@@ -231,16 +231,18 @@ TEXTS = {
     "jsonl with too many digits": text("x.jsonl", b"1" * 9999, "x.jsonl:1: want"),
     "jsonl of blank lines": text("x.jsonl", b"\n\n\n", "17 training tokens, the data have 0: "),
     "no such file": data("--train-data=no/such.txt", "--train-data no/such.txt: no such file"),
-    "empty name": data("--train-data=", "--train-data : no such file or folder"),
+    "empty name": data("--train-data=", "--train-data : no such file"),
     "a very long name": data("--train-data=" + "n" * 5000, "nnn: no such file"),
-    "a device": data("--train-data=/dev/zero", "--train-data /dev/zero: no such file"),
+    "a device": data(
+        "--train-data=/dev/zero", "--train-data /dev/zero: no text or token file, only /dev/zero"
+    ),
     **{  # on Linux, a regular file that opens, and whose first byte cannot be read
         f"unreadable: {path}": data(f"--train-data={path}", f"cannot read {path}: Input/output err")
         for path in glob("/proc/self/mem")
     },
     "pictures": data(
         "--train-data=.",
-        "--train-data .: .* no text or token file in it",
+        "--train-data .: no text or token file, only .*x.png",
         {"x.png": b"\x89PNG"},
     ),
     "validation": data(

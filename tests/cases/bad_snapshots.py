@@ -181,7 +181,9 @@ PLOT: dict[str, tuple[str, str, dict[str, Write]]] = {
     },
 }
 SCRIPTS = {
-    "generate: no snapshot": Case("generate", "", ("there is no snapshot and no folder run.pt",)),
+    "generate: no snapshot": Case(
+        "generate", "", ("there is no snapshot .*run.pt; a trainer writes one",)
+    ),
     **{  # named as a word of its own, before or behind flags
         f"{tool}: {flags}": Case(tool, flags, ("no snapshot and no folder other.pt",))
         for tool, flags in (
