@@ -150,7 +150,7 @@ def test_too_little_is_one_line_with_the_knob(machine):
 # ---- whose clock tells what is fastest
 
 AUTO_1GIB = "--use-activation-checkpoint auto --memory-budget 1GiB"
-FITS = "that fits in 921.6 MiB (1.0 GiB less a margin of 102.4 MiB)"
+FITS = "that fits in 921.6 MiB (1,024.0 MiB less a margin of 102.4 MiB)"
 
 
 def test_auto_goes_by_the_clock_of_a_card(machine):
