@@ -6,6 +6,7 @@ needs no GPU and almost no memory, and it does not change the model. For MiniGPT
 that fits.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -19,12 +20,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from .op_recorder import CallSiteTracker
+from .op_recorder import CallSiteTracker, OpRecorder
 from .operators import EMPTY, MATMUL_DTYPES
-from .record import explain_storages
+from .record import StepRecord, explain_storages
 from .simulate import (
     PlanError,
     empty_function_caches,
+    files_of_classes,
     forward_and_backward,
     label_existing_storages,
     phase_hooks,
@@ -33,19 +35,26 @@ from .simulate import (
 )
 from .timeline import StepMemory, split_into_segments
 
+# An optimizer, or several that share the parameters (Muon for matrices, AdamW for the rest).
+Optimizers = Optimizer | Sequence[Optimizer]
+
 
 def plan_step(
     model: nn.Module,
     batch: Mapping[str, Any] | Sequence[Any],
-    optimizer: Callable[[list[nn.Parameter]], Optimizer],
+    optimizer: Callable[[list[nn.Parameter]], Optimizers],
     *,
     blocks: Iterable[nn.Module] | None = None,
-    recompute: str = "none",
+    recompute: str | Sequence[nn.Module] = "none",
+    loss: Callable[[Any, Any], Tensor] | None = None,
     precision: torch.dtype = torch.float32,
     device_type: str = "cpu",
+    card_name: str | None = None,
+    accumulates_gradients: bool = False,
 ) -> StepMemory:
     """Return the memory, in bytes, of one training step of `model`: forward, backward and update.
 
+    The step's batch size is the first dimension of the first tensor in `batch`; 0: there is none.
     The planned step is not the first step of a run. So the optimizer's state of all trained weights
     exists before the step begins. Outputs of forward other than the loss, such as logits, are freed
     before backward, as in `model(**batch).loss.backward()`. If the model holds a tensor that is
@@ -57,35 +66,64 @@ def plan_step(
 
     Args:
         model: a module in training mode, on any device, also on "meta". The module is not changed.
-            Its forward returns the loss (one element), an object with `.loss`, or a tuple that
-            begins with the loss.
+            Without `loss`, its forward returns the loss (one element), an object with `.loss`, or a
+            tuple or a dict in which the loss is the first tensor of one element.
         batch: forward's keyword arguments (a dict), or its positional arguments (a tuple, a list).
         optimizer: function that makes the optimizer from a list of the trained parameters, such as
-            `torch.optim.AdamW`.
+            `torch.optim.AdamW`. It may return a list of optimizers.
         blocks: modules of the model, in the order in which they run. In the result each block has
             its own segments of forward and backward.
-        recompute: "none", or "full". With "full" each block runs in an activation checkpoint
+        recompute: "none", "full", or a list of some of the model's modules. Each listed module, or
+            with "full" each block, runs in an activation checkpoint
             (`torch.utils.checkpoint.checkpoint`).
+        loss: function (forward's result, batch) -> loss. None: the model returns its loss.
         precision: dtype of autocast; float32: no autocast. (The plan uses the autocast of a CPU.
             The autocast of CUDA runs more functions in float32, such as `torch.pow`. So a model
             that calls these functions takes more memory on CUDA than planned.)
         device_type: type of the device for which the step is planned: "cpu", "cuda" or "mps". The
             model itself may be on another device.
+        card_name: the planned card's name in CARDS; None: this machine's GPU.
+        accumulates_gradients: the gradients of an earlier micro-batch exist in forward.
 
     Raises PlanError (a ValueError) if an argument is invalid, if forward returns no loss, if the
     code of the model or of the optimizer depends on values of floating-point tensors, if a gradient
     is sparse, or if the recomputation of a block saves other tensors than the block's forward. The
     message begins with the argument that causes the error.
     """
+    how = recompute, loss, precision, device_type, card_name, accumulates_gradients
+    return record_step(model, batch, optimizer, blocks, *how).step_memory
+
+
+def record_step(
+    model: nn.Module,
+    batch: Any,
+    optimizer: Callable[[list[nn.Parameter]], Optimizers],
+    blocks: Iterable[nn.Module] | None = None,
+    recompute: str | Sequence[nn.Module] = "none",
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    precision: torch.dtype = torch.float32,
+    device_type: str = "cpu",
+    card_name: str | None = None,
+    accumulates_gradients: bool = False,
+) -> StepRecord:
+    """Return the record of the step that `plan_step` plans, with a name for each storage.
+
+    The record names lines of the files that define the model's classes. Arguments and errors: as in
+    `plan_step`.
+    """
     stack = list(dict.fromkeys(blocks)) if isinstance(blocks, Iterable) else []
+    named = {"none": [], "full": stack}
+    replayed = named.get(recompute) if isinstance(recompute, str) else [*recompute]
+    modules = {*model.modules()}
     for is_wrong, message in (
         (not model.training, "model: call .train() first, this is about a training step"),
         (not isinstance(batch, Mapping | tuple | list), "batch: a dict of arguments, or a tuple"),
         (not callable(optimizer), "optimizer: a function that makes it, as torch.optim.AdamW"),
         (blocks is not None and not stack, "blocks: a list of modules, as model.transformer.h"),
-        (not {*model.modules()}.issuperset(stack), "blocks: some are no modules of the model"),
-        (recompute not in ("none", "full"), f"recompute: none or full, not {recompute}"),
+        (not modules.issuperset(stack), "blocks: some are no modules of the model"),
+        (replayed is None, f"recompute: none or full, not {recompute} (or a list of modules)"),
         (recompute == "full" and not stack, "recompute: full needs blocks, as model.transformer.h"),
+        (not modules.issuperset(replayed or ()), "recompute: some are no modules of the model"),
         (precision not in MATMUL_DTYPES, f"precision: one of {MATMUL_DTYPES}, not {precision}"),
         (device_type not in ("cpu", "cuda", "mps"), f"device_type: cpu, cuda, mps: {device_type}?"),
     ):
@@ -100,82 +138,118 @@ def plan_step(
             for leaf in leaves
             if isinstance(leaf, Tensor)
         }
-    model, stack, batch = deepcopy((model, stack, batch), cast(Any, copies))
-    if recompute == "full":
-        for block in stack:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    model, stack, replayed, batch = deepcopy((model, stack, replayed, batch), cast(Any, copies))
+    for module in replayed or ():
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    if replayed:
         # A recomputed block would fill a KV cache a second time. So turn the cache off. The package
         # transformers does the same when its own activation checkpoints are on.
         configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
         for config in [config for config in configs if hasattr(config, "use_cache")]:
             config.use_cache = False
+    of_stack = (name for name, module in model.named_modules() if module in stack)
+    blocks_name = next(of_stack, "").rpartition(".")[0]
+    tracker = CallSiteTracker(model, blocks_name, files_of_classes(model))
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+
+    def forward() -> Tensor:
+        result = model(*args, **kwargs)
+        return loss_in(result if loss is None else loss(result, batch))
+
+    recording = partial(recording_simulated_ops, device_type, fake, tracker, card_name)
     with (
         torch.enable_grad(),
         torch.compiler.set_stance("force_eager"),
+        empty_function_caches(model),
         plan_errors("model"),
     ):
-        return simulate_step_memory(fake, model, batch, optimizer, stack, precision, device_type)
+        updates = make_optimizers(fake, model, optimizer, device_type)
+        for _ in range(accumulates_gradients):  # makes the gradients of an earlier micro-batch
+            with recording() as log:
+                forward_and_backward(log, forward, precision, True)
+        with recording() as log:
+            with phase_hooks(stack, stack[-1], log) if stack else nullcontext():
+                record_training_step(log, model, batch, updates, forward, precision)
+    sizes = [leaf.size(0) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    segments = [(segment, 0) for segment in split_into_segments(log)]
+    return explain_storages(log, StepMemory(None, sizes[0] if sizes else 0, 0, segments))
 
 
-def simulate_step_memory(
+def make_optimizers(
     fake: FakeTensorMode,
     model: nn.Module,
-    batch: Mapping[str, Any] | Sequence[Any],
-    make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
-    blocks: list[nn.Module],
-    precision: torch.dtype,
+    make: Callable[[list[nn.Parameter]], Optimizers],
     device_type: str,
-) -> StepMemory:
-    """Simulate a training step of a model on fake tensors; return the step's memory in bytes.
+) -> list[Optimizer]:
+    """Return the optimizers of the trained weights, with torch's defaults for `device_type`.
 
-    Raises PlanError if no weight is trained, if forward returns no loss, or if the result of
-    `make_optimizer` updates parameters that were not passed to `make_optimizer`.
+    Raises PlanError if no weight is trained, or if the result of `make` updates parameters that
+    were not passed to `make`.
     """
-    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-    names = {tensor: name for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise PlanError("model: none of its weights is trained")
-    with fake:
-        optimizer = make_optimizer(trained)
-    updated = [weight for group in optimizer.param_groups for weight in group["params"]]
-    if not {*map(id, updated)} <= {*map(id, trained)}:
+    with fake, plan_errors("optimizer"):
+        made = make(trained)
+    optimizers = [*made] if isinstance(made, Sequence) else [made]
+    if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
+        raise PlanError("optimizer: a function that returns a torch.optim.Optimizer, or a list")
+    groups = [group for one in optimizers for group in one.param_groups]
+    if not {id(p) for group in groups for p in group["params"]} <= {*map(id, trained)}:
         raise PlanError("optimizer: make it of the parameters that it is given")
-    for group in [g for g in optimizer.param_groups if g.get("foreach", 0) is None]:
+    for group in [g for g in groups if g.get("foreach", 0) is None]:
         # Set torch's default for the planned device. (torch itself would choose the default for
         # a CPU, because these tensors are on a CPU.)
         group["foreach"] = device_type == "cuda" and not group.get("fused")
-    in_stack = (name for name, module in model.named_modules() if module in blocks)
-    tracker = CallSiteTracker(model, next(in_stack, "").rpartition(".")[0], sources=())
-    for _ in range(2):  # the first step makes the optimizer's state, the second is the result
-        with (
-            recording_simulated_ops(device_type, fake, tracker) as log,
-            phase_hooks(blocks, blocks[-1], log) if blocks else nullcontext(),
-        ):
-            for tensor, name in names.items():
-                log.label_storage(tensor, "parameters", name)  # also buffers and frozen weights
+    return optimizers
+
+
+def record_training_step(
+    log: OpRecorder,
+    model: nn.Module,
+    batch: Any,
+    optimizers: list[Optimizer],
+    forward: Callable[[], Tensor],
+    precision: torch.dtype,
+) -> None:
+    """Record forward, backward and update of a step whose optimizers have their state already."""
+    names = {tensor: name for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
+    for tensor, name in names.items():
+        log.label_storage(tensor, "parameters", name)  # also buffers and frozen weights
+    label_existing_storages(log, names, optimizers[0], {})  # earlier gradients
+    log.gradient_sums = {log.find_storage(w.grad) for w in names if w.grad is not None}
+    for tensor in filter(torch.is_tensor, tree_leaves(batch)):
+        log.label_storage(tensor, "activations", "batch")
+    forward_and_backward(log, forward, precision, True)
+    with plan_errors("optimizer"):
+        # The first update makes the optimizer's state. Of this update the record keeps only the
+        # state, as if it had existed before the step.
+        n_ops, n_storages = log.n_ops, len(log.storages)
+        for optimizer in optimizers:
+            optimizer.step()
             label_existing_storages(log, names, optimizer, {})
-            for tensor in filter(torch.is_tensor, tree_leaves(batch)):
-                log.label_storage(tensor, "activations", "batch")
-            with empty_function_caches(model):
-                forward_and_backward(log, lambda: loss_in(model(*args, **kwargs)), precision, True)
-            label_existing_storages(log, names, optimizer, {})
-            log.enter_phase("optimizer")
-            with plan_errors("optimizer"):
-                optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    step = StepMemory(None, 0, 0, [(segment, 0) for segment in split_into_segments(log)])
-    return explain_storages(log, step).step_memory
+        state = [storage for storage in log.storages[n_storages:] if storage.died == math.inf]
+        for storage in state:
+            storage.born = 0
+        log.storages[n_storages:] = state
+        del log.ops[n_ops + 1 :]
+        log.enter_phase("optimizer")
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def loss_in(result: Any) -> Tensor:
-    """Return the loss, a tensor of one element, from the result of forward.
-
-    Raises PlanError if the result has no loss, or if the loss does not require a gradient.
+    """Return the loss in the result of forward: `.loss`, or the first tensor of one element that
+    requires a gradient. Raises PlanError if there is none.
     """
-    loss = getattr(result, "loss", result[0] if isinstance(result, tuple) else result)
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise PlanError("model: its forward returns no loss (a tensor, .loss, or first of a tuple)")
+    leaves = [getattr(result, "loss", None), *tree_leaves(result)]
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
+    loss = next((tensor for tensor in tensors if tensor.numel() == 1), None)
+    if loss is None:
+        raise PlanError(
+            "loss: the model's forward returns no loss (one element, as .loss, or in a tuple); a "
+            "function (output, batch) that returns it goes here"
+        )
     return loss
 
 

@@ -44,19 +44,31 @@ def largest_batch(
     if len(outside[0]) != len(outside[1]):
         return MAX_BATCH
 
-    def at(sequences: int, known: Sequence) -> np.ndarray:
-        """Return the bytes for a number of sequences, extrapolated linearly from `known`, the bytes
-        of the steps `one` and `two`."""
-        share = (sequences - one.batch_size) / (two.batch_size - one.batch_size)
-        return known[0] + share * (known[1] - known[0])
-
     # All bytes grow linearly with the batch, except those that `head` returns, because the head
     # runs in whole chunks: find the largest batch that fits without them, and reduce it until it
     # fits with them.
-    largest = bisect_right(range(1, MAX_BATCH), budget, key=lambda n: int(at(n, outside).max()))
-    while largest > 0 and int(at(largest, heads)) + head(largest) > budget:
+    sizes = one.batch_size, two.batch_size
+    largest = largest_linear_batch(sizes, outside, budget)
+    while largest > 0 and int(extrapolate(largest, sizes, heads)) + head(largest) > budget:
         largest -= 1
     return largest
+
+
+def largest_linear_batch(sizes: tuple[int, int], known: Sequence[np.ndarray], budget: int) -> int:
+    """Return the largest number of sequences with at most `budget` bytes after each operator, for
+    bytes that grow linearly with the batch. `known`: (operators,) bytes with each of two `sizes`.
+    """
+
+    def peak(sequences: int) -> int:
+        return int(extrapolate(sequences, sizes, known).max())
+
+    return bisect_right(range(1, MAX_BATCH), budget, key=peak)
+
+
+def extrapolate(sequences: int, sizes: tuple[int, int], known: Sequence) -> np.ndarray:
+    """Return the bytes for a number of sequences, extrapolated linearly from the bytes `known` for
+    two `sizes`."""
+    return known[0] + (sequences - sizes[0]) / (sizes[1] - sizes[0]) * (known[1] - known[0])
 
 
 def bytes_at_ops_outside_head(step: StepMemory) -> np.ndarray:

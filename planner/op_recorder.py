@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path, PurePath
 from traceback import walk_stack
 from typing import Any, NamedTuple
@@ -292,7 +292,8 @@ class CallSiteTracker:
     """
 
     def __init__(self, model: nn.Module, blocks: str, sources: tuple[Path, ...]):
-        self.blocks, self.sources = blocks, sources
+        self.blocks = blocks
+        self.name_of_file = cache(partial(name_in_sources, sources=sources))
         # Operators of modules that are no layers, such as an MLP in a block, count as operators of
         # the block: policies run these modules' methods without their hooks.
         depth = blocks.count(".") + 2
@@ -306,13 +307,13 @@ class CallSiteTracker:
 
     def current(self, phase: str, block: int | None) -> CallSite:
         """Return the call site of the operator that has just run."""
-        line = innermost_line(self.sources)
+        line = innermost_line(self.name_of_file)
         node = torch._C._current_autograd_node()  # None in forward, and in an optimizer's step
         if node is None or torch.is_grad_enabled():  # forward, the update, a recomputation
             # If a policy recomputes parts of a block, the block's own forward does not run, and the
             # block is that of the phase mark.
             running = self.running[-1] or ("" if block is None else f"{self.blocks}.{block}")
-            site = CallSite("head" if phase == "head" else running, line)
+            site = CallSite((self.running[-1] or "head") if phase == "head" else running, line)
             # If autograd recorded this operator, the last sequence number is this operator's.
             self.of_forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, site)
             return site
@@ -336,16 +337,15 @@ class CallSiteTracker:
             yield
 
 
-def innermost_line(sources: tuple[Path, ...]) -> str:
-    """Return the innermost line on the stack that is in `sources`, for example "model.py:87"; "" if
-    there is none."""
+def innermost_line(name_of_file: Callable[[str], str]) -> str:
+    """Return the innermost line on the stack that is in a named file, such as "model.py:87"; "":
+    none is. `name_of_file`: path of a file -> its name; "": it has none."""
     for frame, number in walk_stack(sys._getframe()):
-        if name := name_in_sources(frame.f_code.co_filename, sources):
+        if name := name_of_file(frame.f_code.co_filename):
             return f"{name}:{number}"
     return ""
 
 
-@cache
 def name_in_sources(file: str, sources: tuple[PurePath, ...]) -> str:
     """Return the name of `file` if it is in `sources`, such as "memory/head.py"; else return "".
     (Paths are compared by their parts, because Windows separates them by backslashes.)"""

@@ -24,6 +24,7 @@ LEFT_MATRIX_ARGUMENT_BY_OP = {
     "addmm": "mat1",
     "addmm_": "mat1",
     "baddbmm": "batch1",
+    "_grouped_mm": "self",
 }
 # Operators that allocate memory without writing to it.
 EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
@@ -38,6 +39,7 @@ INDEXED_ARGUMENTS = {
     ("embedding", "weight"), ("gather", "self"), ("index_select", "self"), ("index", "self"),
     ("scatter_", "self"), ("index_add_", "self"),
 }  # fmt: skip
+TORCH_NAMESPACES = ("aten", "prim", "prims", "c10d", "_c10d_functional")
 UNIFIED_ATTENTION_NAMES = ("attention", "attention_backward")  # the same names on all devices
 
 
@@ -53,7 +55,7 @@ class SchemaArgument(NamedTuple):
 class OperatorSchema(NamedTuple):
     """The facts of an operator's schema that the planner needs."""
 
-    name: str  # "addmm"
+    name: str  # "addmm"; with its library if this is not torch: "torchvision::nms"
     parameters: tuple[SchemaArgument, ...]
     is_view: bool  # returns arguments or views of them, and changes none of them
 
@@ -66,6 +68,9 @@ def operator_schema(operator: Any) -> OperatorSchema:
     # `_unsafe_view` returns a view, although its schema in torch does not say so.
     returns_arguments = any(result.alias_info is not None for result in schema.returns)
     returns_arguments |= operator.overloadpacket is torch.ops.aten._unsafe_view
+    unified_name = unify_attention_name(name)
+    if unified_name and operator.namespace not in TORCH_NAMESPACES:
+        unified_name = f"{operator.namespace}::{name}"
     parameters = tuple(
         SchemaArgument(
             a.name,
@@ -75,9 +80,7 @@ def operator_schema(operator: Any) -> OperatorSchema:
         )
         for a, is_written in zip(schema.arguments, written, strict=True)
     )
-    return OperatorSchema(
-        unify_attention_name(name), parameters, returns_arguments and not any(written)
-    )
+    return OperatorSchema(unified_name, parameters, returns_arguments and not any(written))
 
 
 def unify_attention_name(name: str) -> str:
@@ -98,7 +101,8 @@ def precision_index(name: str, inputs: dict[str, Any]) -> int:
     """Return the dtype of an operator's matrix products, as an index into MATMUL_DTYPES; 0 for an
     operator without matrix products, or with products in another dtype. `inputs`: its arguments, by
     name."""
-    left = inputs.get("query", inputs.get(LEFT_MATRIX_ARGUMENT_BY_OP.get(name, "")))
+    argument = LEFT_MATRIX_ARGUMENT_BY_OP.get(name, "weight" if "convolution" in name else "")
+    left = inputs.get("query", inputs.get(argument))
     precision = left.dtype if isinstance(left, Tensor) else torch.float32
     return MATMUL_DTYPES.index(precision) if precision in MATMUL_DTYPES else 0
 
@@ -107,7 +111,17 @@ def count_flops(name: str, inputs: dict[str, Any], results: list[Tensor]) -> flo
     """Return the FLOPs of an operator's matrix products, 2 per multiply-add; 0 if it has none.
     `inputs`: its arguments, by name."""
     if name in LEFT_MATRIX_ARGUMENT_BY_OP:
-        return 2 * results[0].numel() * inputs[LEFT_MATRIX_ARGUMENT_BY_OP[name]].size(-1)
+        # The gradient of experts' weights (E, K, N) is a sum over each expert's rows alone.
+        n_groups = results[0].size(0) if name == "_grouped_mm" and results[0].dim() == 3 else 1
+        return 2 * results[0].numel() / n_groups * inputs[LEFT_MATRIX_ARGUMENT_BY_OP[name]].size(-1)
+    if name in ("convolution", "convolution_backward"):
+        # Each output (if transposed: each input) is multiplied by the weights of one channel:
+        # (channels, channels of the other side / groups, *kernel). Backward has a product for the
+        # gradient of the input and one for that of the weight, as far as they are needed.
+        output = inputs.get("grad_output", results[0])
+        many = inputs["input"] if inputs["transposed"] else output
+        products = sum(inputs.get("output_mask", (True,))[:2])
+        return products * 2 * many.numel() * inputs["weight"][0].numel()
     if name in UNIFIED_ATTENTION_NAMES:
         B, H, T, D = inputs["query"].shape
         products = 5 if "backward" in name else 2

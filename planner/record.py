@@ -8,7 +8,9 @@ because "GELU's backward needs its input".
 import linecache
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -213,10 +215,12 @@ def name_of_result(op: Op, i: int, dtype: torch.dtype) -> str:
     return name.format(read=read, half=half, dtype=number_type)
 
 
-def read_source_line(line: str) -> str:
-    """Return the code at the place `line`, such as "model.py:106", without its comment."""
-    file, _, number = line.partition(":")
-    return linecache.getline(str(PROJECT_FOLDER / file), int(number or 0)).split("#")[0].strip()
+def read_source_line(line: str, files: Sequence[Path] = ()) -> str:
+    """Return the code of a line without its comment. `line`: its place, such as "model.py:106", in
+    one of `files`, or in this project."""
+    name, _, number = line.partition(":")
+    file = next((file for file in files if file.name == name), PROJECT_FOLDER / name)
+    return linecache.getline(str(file), int(number or 0)).split("#")[0].strip()
 
 
 def reason_alive(storage: Storage, reads: list[tuple[Op, str]], is_gradient: bool) -> str:

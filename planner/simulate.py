@@ -5,11 +5,13 @@ this file, and all that it imports, knows neither model.py nor memory/.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from inspect import isfunction
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,13 +107,25 @@ def recording_simulated_ops(
         yield log
 
 
+def classes_outside_torch(model: nn.Module) -> set[type]:
+    """Return the classes of a model's modules, and their base classes, without torch's own."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    return {cls for cls in classes if not cls.__module__.startswith(("torch.", "builtins"))}
+
+
+def files_of_classes(model: nn.Module) -> tuple[Path, ...]:
+    """Return the files that define the classes of a model's modules, without torch's."""
+    names = {cls.__module__ for cls in classes_outside_torch(model)}
+    files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
+    return tuple(Path(file) for file in sorted(filter(None, files)))
+
+
 @contextmanager
 def empty_function_caches(model: nn.Module) -> Iterator[None]:
     """Context in which `model` runs on fake tensors: before and after, empty the caches
     (functools.cache) of functions in the files that define it. Otherwise the real model would find
     a fake tensor in a cache, such as a table of cosines, or the fake model a real one."""
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
-    classes = {cls for cls in classes if not cls.__module__.startswith(("torch.", "builtins"))}
+    classes = classes_outside_torch(model)
     members = [member for cls in classes for member in vars(cls).values()]
     files = [member.__globals__.values() for member in members if isfunction(member)]
     caches = [f for f in chain(members, *files) if isinstance(f, CACHED)]

@@ -179,7 +179,7 @@ class StepMemory:
     """Memory of one training step, in bytes after each of its operators."""
 
     config: Any  # MiniGPTConfig; None: another model (planner/any_model.py)
-    batch_size: int  # sequences; 0: another model, with any kind of batch
+    batch_size: int  # sequences; of another model: its first input's first dimension, or 0
     seq_len: int  # tokens
     # In order: (segment, number to add to its block indices).
     segments_and_block_shifts: list[tuple[Segment, int]]

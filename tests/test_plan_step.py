@@ -17,6 +17,7 @@ from test_house import imports
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from memory import MemorySavingGPT
 from model import MiniGPTConfig
@@ -62,23 +63,31 @@ def with_momentum(parameters: Any) -> torch.optim.Optimizer:
 
 
 def measured(
-    model: nn.Module, batch: Any, make: Any = adamw, precision: torch.dtype = torch.float32
+    model: nn.Module,
+    batch: Any,
+    make: Any = adamw,
+    precision: torch.dtype = torch.float32,
+    micro_batches: int = 1,
 ) -> int:
     """Return the peak of the second of two real steps, by the trainers' measurement."""
-    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    made = make([p for p in model.parameters() if p.requires_grad])
+    optimizers = made if isinstance(made, list) else [made]
 
     def step() -> None:
-        with torch.autocast("cpu", precision, enabled=precision != torch.float32):
-            result = model(**batch) if isinstance(batch, dict) else model(*batch)
-        loss = getattr(result, "loss", result[0] if isinstance(result, tuple) else result)
-        del result
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+                result = model(**batch) if isinstance(batch, dict) else model(*batch)
+            loss = getattr(result, "loss", result[0] if isinstance(result, tuple) else result)
+            del result
+            loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
     step()
     storages = LiveStorages()
-    storages.track_storages([*model.parameters()], [*model.buffers()], [*optimizer.state.values()])
+    states = [[*optimizer.state.values()] for optimizer in optimizers]
+    storages.track_storages([*model.parameters()], [*model.buffers()], states)
     with storages:
         step()
     return storages.peak
@@ -120,6 +129,36 @@ def test_a_model_by_hand(recompute, returns, precision, make):
     assert (step.timeline >= 0).all() and step.bytes_by_op[-1] >= step.bytes_by_op[0]
     if recompute == "full" and precision == "fp32":
         assert step.kept_per_block == B * T * C * 4  # its input
+
+
+def muon_and_adamw(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in parameters if p.shape == (2 * C, C)]
+    rest = [p for p in parameters if p.shape != (2 * C, C)]
+    return [torch.optim.Muon(matrices), adamw(rest)]
+
+
+@pytest.mark.parametrize("recompute", rest_slow([slice(0), slice(None, None, 2)], slice(0).__eq__))
+def test_micro_batches_and_two_optimizers_and_a_loss(recompute):
+    """Earlier gradients exist in forward. Some blocks recompute."""
+    model = Tied(RETURNS["a tuple"])
+    step = plan_step(
+        model, (IDS, LABELS), muon_and_adamw, blocks=model.blocks, accumulates_gradients=True,
+        recompute=[*model.blocks][recompute], loss=lambda output, batch: output[0],
+    )  # fmt: skip
+    for block in model.blocks[recompute]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    real = measured(model, (IDS, LABELS), muon_and_adamw, micro_batches=2)
+    assert step.peak == pytest.approx(real, rel=0.001)
+    assert step.batch_size == B
+
+
+def test_products_of_convolutions_count():
+    layers = nn.Conv2d(4, 8, 3, stride=2), nn.ConvTranspose2d(8, 6, 2, stride=2)
+    model, x = nn.Sequential(*layers, SumOf()), torch.zeros(2, 4, 9, 9)
+    with FlopCounterMode(display=False) as counter:
+        model(x).backward()
+    planned = plan_step(model, (x,), adamw).needed_and_replayed_flops
+    assert planned == (counter.get_total_flops(), 0)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
