@@ -23,6 +23,7 @@ import re
 import shlex
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
@@ -110,10 +111,11 @@ class Labels:
 
 
 def relative(text: str, block: int | None) -> str:
-    """Replace block indices by their distance from `block`: "blocks.4.ln_1" in block 3 becomes
-    "blocks.<+1>.ln_1"."""
+    """Replace block indices, the first numbers in names of modules, by their distance from `block`:
+    "blocks.4.ln_1" in block 3 becomes "blocks.<+1>.ln_1"."""
     if block is not None:
-        text = re.sub(r"\bblocks\.(\d+)", lambda n: f"blocks.<{int(n[1]) - block:+d}>", text)
+        number = r"\b([a-z_][\w.]*?\.)(\d+)\b"
+        text = re.sub(number, lambda n: f"{n[1]}<{int(n[2]) - block:+d}>", text)
     return text
 
 
@@ -152,17 +154,20 @@ def trainer_flags(config: MiniGPTConfig) -> str:
     return f"--use-activation-checkpoint {config.recompute}{chunks}"
 
 
-def step_data(record: StepRecord, name: str, labels: Labels, plan: CommandPlan) -> dict[str, Any]:
-    """Return the numbers of one policy in the form that scripts/page/step.js reads."""
-    step, card = record.step_memory, plan.card
+def step_data(
+    record: StepRecord, name: str, words: str, flags: str, labels: Labels, card: Card | None
+) -> dict[str, Any]:
+    """Return the numbers of one policy in the form that scripts/page/step.js reads. `words`,
+    `flags`: what the policy does, and how it is selected."""
+    step = record.step_memory
     starts, x = along_seconds(record, card) if card else along_flops(record)
     born = [storage.born for storage in record.storages]
     ends = [-1 if s.died == math.inf else int(s.died) - s.born for s in record.storages]
     replays = np.flatnonzero(np.diff(record.replay_mask.astype(int), prepend=0, append=0))
     return {
         "name": name,
-        "words": WORDS.get(name, "as it was asked for"),
-        "flags": trainer_flags(step.config),
+        "words": words,
+        "flags": flags,
         "flops": step.relative_flops,
         "seconds": step.seconds(card) if card else None,
         "peak": step.peak,
@@ -204,10 +209,9 @@ def policies(plan: CommandPlan) -> tuple[dict[str, dict[str, Any]], str]:
     return settings, config.recompute
 
 
-def page_data(plan: CommandPlan, records: dict[str, StepRecord], first: str) -> dict[str, Any]:
-    """Return all numbers of the page, in the form that scripts/page/ reads. `first`: name of the
-    policy that is shown first."""
-    settings, card, labels = plan.settings, plan.card, Labels()
+def plan_data(plan: CommandPlan, records: dict[str, StepRecord], first: str) -> dict[str, Any]:
+    """Return all numbers of the page. `first`: name of the policy that is shown first."""
+    settings, card = plan.settings, plan.card
     budget, n = plan.memory_budget, settings.grad_accum_steps
     has_budget = card or settings.memory_budget
     about = [
@@ -220,15 +224,47 @@ def page_data(plan: CommandPlan, records: dict[str, StepRecord], first: str) -> 
     last = [*records.values()][-1].step_memory
     if (times := int(last.flops_and_bytes_by_op.times.max())) > 1:
         about.append(f"showing three of the head's {times + 2:,} chunks")
-    steps = [step_data(record, name, labels, plan) for name, record in records.items()]
+    texts = {
+        name: (WORDS.get(name, "as it was asked for"), trainer_flags(record.step_memory.config))
+        for name, record in records.items()
+    }
+    usable = budget.bytes_within_margin if has_budget else None
+    return page_data(records, texts, first, about, card, usable, ways_data(plan))
+
+
+def page_data(
+    records: dict[str, StepRecord],
+    texts: dict[str, tuple[str, str]],
+    first: str,
+    about: list[str],
+    card: Card | None,
+    budget: int | None,
+    ways: list[list],
+    files: Sequence[Path] = (),
+) -> dict[str, Any]:
+    """Return all numbers of the page, in the form that scripts/page/ reads.
+
+    Args:
+        records: name of a policy -> its step, of any model.
+        texts: name of a policy -> what it does, and how it is selected.
+        first: name of the policy that is shown first.
+        about: parts of the sentence below the title.
+        budget: bytes that tensors may take; None: the page shows an example.
+        ways: see `ways_data`.
+        files: files outside of this project whose lines the records name.
+    """
+    labels = Labels()
+    steps = [
+        step_data(record, name, *texts[name], labels, card) for name, record in records.items()
+    ]
     return {
         "about": ", ".join(about),
         "axis": "FLOPs" if card is None else "seconds",
-        "budget": budget.bytes_within_margin if has_budget else None,
-        "ways": ways_data(plan),
+        "budget": budget,
+        "ways": ways,
         "first": [*records].index(first),
         "kinds": [[LEGEND[kind].split(":")[0], COLORS[kind], LEGEND[kind]] for kind in COLORS],
-        "lines": [[line, read_source_line(line)] for line in labels.lines],
+        "lines": [[line, read_source_line(line, files)] for line in labels.lines],
         "operators": [*labels.operators],
         "labels": [list(label) for label in labels.storages],
         "steps": steps,
@@ -250,17 +286,21 @@ def render_page(data: dict[str, Any], command: str) -> str:
     return re.sub(r"/\* ([\w.]+) \*/", lambda mark: parts[mark[1]], page)
 
 
+def write_page(file: Path, data: dict[str, Any], module: str, argv: list[str]) -> None:
+    """Write the page. `module`, `argv`: the command that it shows."""
+    page = render_page(data, shlex.join(["python", "-m", module, *argv]))
+    file.write_text(page, encoding="utf-8")
+    print(f"wrote {file} ({format_bytes(file.stat().st_size)}): open it in a browser")
+
+
 @cli_main
 def main(argv: list[str]) -> None:
     settings = parse(argv)
     plan = plan_for_command(settings, Layout())
     shown, first = policies(plan)
-    data = page_data(plan, record_steps(plan, shown), first)
-    page = render_page(data, shlex.join(["python", "-m", "scripts.memory_page", *argv]))
+    data = plan_data(plan, record_steps(plan, shown), first)
     settings.out.parent.mkdir(exist_ok=True)  # (makes out/ for the default)
-    settings.out.write_text(page, encoding="utf-8")
-    size = format_bytes(settings.out.stat().st_size)
-    print(f"wrote {settings.out} ({size}): open it in a browser")
+    write_page(settings.out, data, "scripts.memory_page", argv)
 
 
 if __name__ == "__main__":

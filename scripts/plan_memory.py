@@ -27,8 +27,7 @@ from tqdm import tqdm
 
 from data import MiniGPTError
 from planner import Layout
-from planner.cards import THIS_MACHINE, is_before_ampere, other_sizes
-from planner.operators import MATMUL_DTYPES
+from planner.cards import THIS_MACHINE
 from planner.record import StepRecord
 from planner.roofline import LINKS, default_link
 from planner.units import format_bytes, format_sizes
@@ -40,7 +39,7 @@ from scripts.plan_table import (
     as_row,
     changes,
     cost,
-    digits,
+    describe_card_and_budget,
     format_time,
     longest_sequence,
     offloads,
@@ -170,20 +169,7 @@ def describe_target(plan: CommandPlan, script: str) -> str:
         f"{settings.seq_len} tokens",
         f"device   {kind}, {precision}{processes}",
     ]
-    if card:
-        flops = digits(3, card.flops[MATMUL_DTYPES.index(plan.precision)] / 1e12)
-        speed = f"{flops} TFLOP/s in {precision}, {digits(3, card.bytes_per_s / 1e9)} GB/s"
-        how = "measured" if settings.card == THIS_MACHINE else "at most"
-        lines.append(f"card     {card.name}: {speed} {how}; times are estimates")
-        names = " or ".join(f"--card {name.replace(' ', '-')}" for name in other_sizes(card))
-        lines += [f"note     also sold with another size of memory: {names}"] * bool(names)
-        lines += is_before_ampere(card) * [
-            "note     older than Ampere: no bfloat16 in hardware, and no FlashAttention, though "
-            "its time and workspace are planned"
-        ]
-    unknown = f"no {kind} here: --memory-budget 8GiB, for example, shows what fits"
-    limit = unknown if budget.limit_bytes is None else f"tensors may take {budget}"
-    lines.append(f"budget   {limit}")
+    lines += describe_card_and_budget(card, plan.precision, budget)
     state = f"weights, gradients, {optimizer_name(settings)}"
     each = f"{plan.state_bytes / plan.n_parameters:.3g} bytes per parameter"
     lines.append(f"always   {format_bytes(plan.state_bytes)}: {state} ({each})")

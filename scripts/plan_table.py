@@ -15,12 +15,17 @@ from itertools import groupby
 from statistics import mode
 from typing import Any
 
-from planner import StepMemory
+import torch
+
+from planner import Card, StepMemory
+from planner.cards import is_before_ampere, other_sizes
 from planner.choose import nested_checkpoint_policies, recomputed_flops_key, uniform_policies
 from planner.op_recorder import Storage
+from planner.operators import MATMUL_DTYPES
 from planner.record import GROUP_NAME_BY_KIND, StepRecord, group_name_and_kind
 from planner.units import format_bytes, format_sizes
 from scripts.plans import Change, CommandPlan
+from trainer.device import MemoryBudget
 from trainer.flags import MAX_COUNT
 from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG
 from trainer.settings import Settings
@@ -339,6 +344,29 @@ def format_peak(record: StepRecord, name: str) -> str:
 
 
 # ---- Formatting
+
+
+def describe_card_and_budget(
+    card: Card | None, precision: torch.dtype, budget: MemoryBudget
+) -> list[str]:
+    """Return the lines of the card, if there is one, with notes on it, and of the budget."""
+    lines = []
+    if card:
+        flops = digits(3, card.flops[MATMUL_DTYPES.index(precision)] / 1e12)
+        speed = f"{flops} TFLOP/s in {str(precision).removeprefix('torch.')}"
+        how = "at most" if card.memory else "measured"
+        rate = f"{digits(3, card.bytes_per_s / 1e9)} GB/s {how}"
+        lines.append(f"card     {card.name}: {speed}, {rate}; times are estimates")
+        names = " or ".join(f"--card {name.replace(' ', '-')}" for name in other_sizes(card))
+        lines += [f"note     also sold with another size of memory: {names}"] * bool(names)
+        lines += is_before_ampere(card) * [
+            "note     older than Ampere: no bfloat16 in hardware, and no FlashAttention, though "
+            "its time and workspace are planned"
+        ]
+    kind = budget.device_type
+    unknown = f"no {kind} here: --memory-budget 8GiB, for example, shows what fits"
+    limit = unknown if budget.limit_bytes is None else f"tensors may take {budget}"
+    return [*lines, f"budget   {limit}"]
 
 
 def align(lines: Sequence[Mapping[str, str | float]]) -> str:

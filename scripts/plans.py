@@ -162,19 +162,8 @@ def plan_for_command(settings: Settings, layout: Layout) -> CommandPlan:
     Raises MiniGPTError if the flags contradict each other, or do not suit this machine, and
     DataError if the tokenizer cannot be loaded.
     """
-    n, named = layout.world_size, CARDS.get(settings.card or "")
-    kind, native = named.device_type if named else settings.device, None
-    if settings.device not in ("auto", kind):
-        raise MiniGPTError(
-            f"--device {settings.device}: {settings.card} is {kind}; leave --device out"
-        )
-    if named or settings.card is None and not is_available(kind):
-        device, memory = torch.device(kind), named.memory if named else None
-        budget = MemoryBudget(settings.memory_budget or memory, kind)
-        native = not named or not is_before_ampere(named)
-    else:
-        device = choose_device(kind)
-        budget = budget_on(device, settings.memory_budget, n if device.type == "cpu" else 1, here=n)
+    n = layout.world_size
+    device, budget, native = device_and_budget(settings, n)
     if settings.card == THIS_MACHINE:
         if device.type == "cpu" and n > 1:
             raise MiniGPTError(
@@ -185,6 +174,29 @@ def plan_for_command(settings: Settings, layout: Layout) -> CommandPlan:
     precision = choose_precision(settings, device, native)
     card = card_for(settings, device) if settings.card else None
     return CommandPlan(settings, vocab_size_of(settings), device, precision, budget, card, layout)
+
+
+def device_and_budget(settings: Any, n: int = 1) -> tuple[torch.device, MemoryBudget, bool | None]:
+    """Return the device to plan for, its memory budget, and whether it has bfloat16 in hardware
+    (None: ask the device).
+
+    `settings`: --card, --device and --memory-budget as attributes. `n`: number of processes on this
+    machine. Raises MiniGPTError as `plan_for_command`.
+    """
+    named = CARDS.get(settings.card or "")
+    kind = named.device_type if named else settings.device
+    if settings.device not in ("auto", kind):
+        raise MiniGPTError(
+            f"--device {settings.device}: {settings.card} is {kind}; leave --device out"
+        )
+    if named or settings.card is None and not is_available(kind):
+        memory = named.memory if named else None
+        native = not named or not is_before_ampere(named)
+        budget = MemoryBudget(settings.memory_budget or memory, kind)
+        return torch.device(kind), budget, native
+    device = choose_device(kind)
+    n_sharing = n if device.type == "cpu" else 1
+    return device, budget_on(device, settings.memory_budget, n_sharing, here=n), None
 
 
 # ---- advice

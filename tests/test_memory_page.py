@@ -37,7 +37,7 @@ def make(flags: str, folder: Path) -> Made:
     plan = plan_for_command(memory_page.parse(flags.split()), Layout())
     settings, first = memory_page.policies(plan)
     records = record_steps(plan, settings)
-    file, data = folder / "page.html", memory_page.page_data(plan, records, first)
+    file, data = folder / "page.html", memory_page.plan_data(plan, records, first)
     file.write_text(memory_page.render_page(data, "python"), "utf-8")
     return file, plan, records
 

@@ -79,7 +79,7 @@ function setBudget(bytes, isTyped = false) {
   // `ways` has policies and mixes of two, the cheapest first. Take the first one that fits.
   const [, cost, name, flags] = DATA.ways.find(([peak]) => peak <= chart.budget) ?? [];
   $("verdict").textContent = name ? `cheapest that fits: ${name} (${costWords(cost)})`
-    : "nothing fits; scripts.plan_memory with the same flags names a change that does";
+    : "nothing fits; scripts.plan_memory or plan_model with the same flags names a change that does";
   const words = flags?.split(" ") ?? []; // (spans, so that no line breaks at a hyphen)
   $("flags").replaceChildren(...words.flatMap((text) => [Object.assign(
     document.createElement("span"), {textContent: text}), " "]));
