@@ -28,6 +28,7 @@ before a run
 plan_memory --model gpt2 --card RTX-4090  does a run fit? how long does a step take?  seconds
 plan_memory --card L4 --all-knobs         which settings give the fastest step?       seconds
 plan_memory --card L4 --longest-sequence  how long may a sequence be?                 a minute
+plan_model FILE.py:FUNCTION --input 4x99  does a step of my own model fit?            seconds
 plan_memory --at-peak                     what is alive at the peak, by name?         seconds
 memory_page                               what is alive when, and why? (a page)       seconds
 memory_timeline                           where does a step's memory go? (a picture)  seconds

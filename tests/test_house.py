@@ -18,15 +18,15 @@ FLOOR["data"] = FLOOR["planner"]
 ROOMS = {
     "the root": 405,
     "memory": 560,
-    "planner": 1_164,
+    "planner": 1_216,
     "trainer": 1_840,
     "data": 490,
-    "scripts": 1_220,
+    "scripts": 1_470,
     "studies": 66,
-    "all without tests": 5_690,
-    "tests": 5_690,
+    "all without tests": 5_998,
+    "tests": 5_785,
 }
-FILES_IN = {"trainer": 20, "scripts": 16}
+FILES_IN = {"trainer": 20, "scripts": 17}
 # Of a file: what is read from top to bottom, and pages.
 FILES_READ = {
     "README.md": 110,
