@@ -230,7 +230,7 @@ def record_training_step(
             label_existing_storages(log, names, optimizer, {})
         state = [storage for storage in log.storages[n_storages:] if storage.died == math.inf]
         for storage in state:
-            storage.born = 0
+            storage.born, storage.phase, storage.block_index = 0, "", None
         log.storages[n_storages:] = state
         del log.ops[n_ops + 1 :]
         log.enter_phase("optimizer")

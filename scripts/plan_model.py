@@ -103,6 +103,7 @@ NOT_THEIRS = (
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the flags as typed."""
     summary = (__doc__ or "").partition("\n")[0]
     parser = flags.OneLineParser("python -m scripts.plan_model", description=summary)
     for name, how in ARGUMENTS.items():
@@ -401,7 +402,7 @@ def describe_target(plan: ModelPlan, args: argparse.Namespace) -> str:
     autocast = f"autocast {args.autocast}" if args.autocast != "off" else "no autocast"
     lines = [
         f"model    {count}: {type(plan.model).__name__}{inside}",
-        f"batch    {plan.micro_batches} x {args.input}",
+        f"batch    {f'{plan.micro_batches} x ' * (plan.micro_batches > 1)}{args.input}",
         f"device   {plan.budget.device_type}, {autocast}",
         *describe_card_and_budget(plan.card, precision, plan.budget),
         f"always   {format_bytes(plan.state_bytes)}: weights, gradients, {args.optimizer}",
