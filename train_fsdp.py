@@ -95,7 +95,7 @@ class FSDPProcess(TorchrunProcess):
         for group in groups:
             group.set_force_sum_reduction_for_comms(True)
             if self.reproducible_sums:
-                group.set_gradient_divide_factor(1.0)  # `accumulate` divides by N
+                group.set_gradient_divide_factor(1.0)  # `accumulate_gradients` divides by N
                 group.set_custom_reduce_scatter(PairwiseReduceScatter())
         # Allocate only after sharding, so that no process ever has the whole model.
         super().allocate_parameters(model)

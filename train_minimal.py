@@ -45,7 +45,7 @@ from trainer.metrics import format_validation, perplexity
 from trainer.optimizer import step_if_finite
 from trainer.process import OneProcess
 from trainer.report import is_log_overdue, make_step_record, say_rate_change, write_and_print_record
-from trainer.run import Run, is_save_overdue, retry_on_out_of_memory, save
+from trainer.run import Run, is_save_overdue, retry_with_deeper_policy, save
 from trainer.settings import Settings
 from trainer.shutdown import (
     check_skipped_updates,
@@ -81,13 +81,14 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     Returns the losses of this process's micro-batches, (A,) with A = --grad-accum-steps, and the
     norm of the gradients before clipping, a scalar. Both stay on the device, so that Python does
     not wait for it; only on MPS, where Python has to read the norm, the norm is on the CPU. Raises
-    the errors of `retry_on_out_of_memory` if memory runs out.
+    the errors of `retry_with_deeper_policy` if memory runs out.
     """
     settings, process, clock = run.settings, run.process, run.clock
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(run.step, settings)
-    # Call `accumulate(run)`, and again with a policy that needs less memory if memory runs out.
-    losses = retry_on_out_of_memory(run, accumulate)
+    # Call `accumulate_gradients(run)`, and again with a policy that needs less memory if memory
+    # runs out.
+    losses = retry_with_deeper_policy(run, accumulate_gradients)
 
     clock.begin_phase("optimizer")
     run.scaler.unscale_(run.optimizer)  # because the limit below is for unscaled gradients
@@ -102,7 +103,7 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     return torch.stack(losses), grad_norm
 
 
-def accumulate(run: Run) -> list[Tensor]:
+def accumulate_gradients(run: Run) -> list[Tensor]:
     """Run forward and backward over the micro-batches of a step; return their losses, each ().
 
     The gradients are summed in `.grad`, where the optimizer reads them, and the last backward also
@@ -164,7 +165,7 @@ def evaluate(run: Run) -> dict[str, float | None]:
     for first_batch in run.evaluation_rounds():  # fewer, if a signal asks for a stop
         # In the last round, a process without a batch of its own evaluates an earlier one again and
         # ignores the result, because the forward of a sharded model needs all processes.
-        i = first_batch + run.process.layout.replica
+        i = first_batch + run.process.layout.replica_index
         input_ids, labels = run.val_batches[i % len(run.val_batches)]
         with run.autocast():
             loss = run.model(input_ids, labels)
@@ -224,8 +225,8 @@ def finish_step(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     run.stop_signal, save_overdue, log_overdue = process.all_reduce_max(
         [run.received_signal, is_save_overdue(run), is_log_overdue(run)]
     )
-    log_now = is_due(run, settings.log_interval) or log_overdue
-    evaluate_now = is_due(run, settings.eval_interval)
+    log_now = is_due_or_last_step(run, settings.log_interval) or log_overdue
+    evaluate_now = is_due_or_last_step(run, settings.eval_interval)
     save_now = save_is_due(run, save_overdue > 0)
     if not (log_now or evaluate_now or save_now):
         return {}
@@ -240,7 +241,7 @@ def finish_step(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     return record
 
 
-def is_due(run: Run, interval: int) -> bool:
+def is_due_or_last_step(run: Run, interval: int) -> bool:
     """Return True at the last step and at every `interval`-th step (0: only at the last)."""
     return run.step >= run.settings.num_steps or (interval > 0 and run.step % interval == 0)
 

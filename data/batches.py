@@ -39,7 +39,7 @@ class Windows:
         self.batch_size, self.seq_len = batch_size, seq_len
         self.n_windows = (len(tokens) - 1) // seq_len
 
-    def read_windows(self, numbers: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_inputs_and_labels(self, numbers: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs and the labels of n windows: both int64 (n, T) on `device`. Raises the
         errors of Tokens.read."""
         T, starts = self.seq_len, (int(number) * self.seq_len for number in numbers)
@@ -81,7 +81,7 @@ class TrainBatches(Windows):
         steps and processes."""
         samples = range(index * self.batch_size, (index + 1) * self.batch_size)
         epochs = (divmod(sample, self.n_windows) for sample in samples)
-        return self.read_windows(
+        return self.read_inputs_and_labels(
             epoch_permutation(self.seed, epoch, self.n_windows)[place] for epoch, place in epochs
         )
 
@@ -114,4 +114,4 @@ class ValBatches(Windows):
         have fewer rows. Raises IndexError if there is no batch `index`."""
         first = range(0, self.n_chosen, self.batch_size)[index]
         chosen = range(self.n_chosen)[first : first + self.batch_size]
-        return self.read_windows(i * self.n_windows // self.n_chosen for i in chosen)
+        return self.read_inputs_and_labels(i * self.n_windows // self.n_chosen for i in chosen)

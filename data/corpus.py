@@ -20,10 +20,10 @@ from .files import (
     CACHE_DIR,
     VAL_NAME,
     Say,
-    count_twins,
+    check_and_count_duplicates,
     describe_paths,
     find_files,
-    find_stdlib,
+    find_stdlib_files,
 )
 from .store import cache_key, load_or_build_folder, os_errors_as_data_errors
 from .tokenizer import Tokenizer, format_ranks, load_tokenizer, parse_ranks, train_bpe
@@ -49,7 +49,7 @@ def iter_ids(
             yield from tokenizer.encode_documents(iter_chunked_documents(path, text_key), count)
 
 
-def encode_split(
+def encode_train_and_val(
     folder: Path,
     paths: tuple[list[Path], list[Path]],
     tokenizer: Tokenizer,
@@ -62,7 +62,7 @@ def encode_split(
     `paths`: files for training, and files for validation. Without the latter, the last `val_ratio`
     of all ids is for validation.
     """
-    twins = count_twins(*paths)
+    twins = check_and_count_duplicates(*paths)
     train, val = (Tokens(folder / name, tokenizer.vocab_size) for name in ("train.bin", "val.bin"))
     count = Counter(documents=0, empty=0)
     (folder / RANKS).write_text(format_ranks(tokenizer.ranks))
@@ -145,7 +145,7 @@ def load_dataset(
 
         def build(folder: Path) -> dict[str, Any]:
             say(f"encoding {label}, once: the ids will be in {cache_dir}")
-            return encode_split(folder, (train, val), tokenizer, key, val_ratio, max_tokens)
+            return encode_train_and_val(folder, (train, val), tokenizer, key, val_ratio, max_tokens)
 
         settings = len(train), val_ratio, max_tokens, key, tokenizer.fingerprint
         folder = cache_dir / cache_key(train + val, *settings)
@@ -157,7 +157,7 @@ def load_dataset(
         say(f"note     {label}: files with the content of another one: {meta['twins']:,}")
     amount = f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size / 1e3:.2f} kB"
     documents = f"{n:,} document{'s' * (n != 1)}, " if n else ""
-    return Dataset.in_cache(folder, meta, tokenizer, f"{label}: {documents}{amount}")
+    return Dataset.from_cache_folder(folder, meta, tokenizer, f"{label}: {documents}{amount}")
 
 
 def load_or_train_bpe(
@@ -190,7 +190,7 @@ def find_train_and_val_files(
 
     Raises DataError if a name leads to no usable file, or if only some of the files hold tokens.
     """
-    train = find_files(train_data, "--train-data", say) if train_data else find_stdlib()
+    train = find_files(train_data, "--train-data", say) if train_data else find_stdlib_files()
     val = find_files(val_data, "--val-data", say) if val_data else []
     named = [path for path in train if VAL_NAME.search(path.name.lower())]
     if train_data and not val and 0 < len(named) < len(train):

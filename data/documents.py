@@ -64,7 +64,7 @@ def iter_chunked_documents(path: Path, text_key: str = "text") -> Iterator[Itera
     Raises DataError, which names the file and the line or the byte.
     """
     if not is_json_lines(path, text_key):
-        yield rechunk(_read_text(path))
+        yield rechunk_at_word_ends(_read_text(path))
         return
     with errors_as_data_errors(path), open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -75,7 +75,7 @@ def iter_chunked_documents(path: Path, text_key: str = "text") -> Iterator[Itera
                         f'{path}:{number}: want a JSON object with a string "{text_key}" (--text-'
                         f"key names another key), not {line[:60].decode(errors='replace')!r}"
                     )
-                yield rechunk(text[i : i + CHUNK] for i in range(0, len(text), CHUNK))
+                yield rechunk_at_word_ends(text[i : i + CHUNK] for i in range(0, len(text), CHUNK))
 
 
 def _read_text(path: Path) -> Iterator[str]:
@@ -90,7 +90,7 @@ def _read_text(path: Path) -> Iterator[str]:
             yield block
 
 
-def rechunk(blocks: Iterable[str]) -> Iterator[str]:
+def rechunk_at_word_ends(blocks: Iterable[str]) -> Iterator[str]:
     """Yield the text of `blocks` in chunks whose ids, one behind the other, are those of the whole.
 
     A chunk ends at the last index that is after a letter or a digit, and before white space or

@@ -87,7 +87,7 @@ def describe_paths(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def find_stdlib() -> list[Path]:
+def find_stdlib_files() -> list[Path]:
     """Return the .py files of the running interpreter's standard library: a corpus that exists on
     every machine with Python."""
     return [
@@ -97,7 +97,7 @@ def find_stdlib() -> list[Path]:
     ]
 
 
-def count_twins(train: Sequence[Path], val: Sequence[Path]) -> int:
+def check_and_count_duplicates(train: Sequence[Path], val: Sequence[Path]) -> int:
     """Return the number of files for training that have the content of another one. Raises
     DataError if a file for validation has the content of a file for training."""
     paths = {hash_files([path]): path for path in train}

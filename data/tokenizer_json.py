@@ -28,14 +28,14 @@ CHARACTERS = {byte: chr(byte) for byte in PLAIN_BYTES} | {
 BYTE_LEVEL_CONFIG = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 
-def spell(token: bytes) -> str:
+def token_to_unicode(token: bytes) -> str:
     """Return a token as tokenizer.json writes it: b" the" -> "Ġthe"."""
     return "".join(CHARACTERS[byte] for byte in token)
 
 
-def spelled_ids(tokenizer: Tokenizer) -> dict[str, int]:
+def unicode_vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the id of each token that stands for text."""
-    return {spell(token): rank for token, rank in tokenizer.ranks.items()}
+    return {token_to_unicode(token): rank for token, rank in tokenizer.ranks.items()}
 
 
 def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
     special = sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
     ranks = tokenizer.ranks
     merges = [
-        (spell(token[:i]), spell(token[i:]))
+        (token_to_unicode(token[:i]), token_to_unicode(token[i:]))
         for token in sorted(ranks, key=ranks.__getitem__)
         for i in range(1, len(token))
         if token[:i] in ranks and token[i:] in ranks
@@ -72,7 +72,7 @@ def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
             **dict.fromkeys(("continuing_subword_prefix", "end_of_word_suffix"), ""),
             **dict.fromkeys(("fuse_unk", "byte_fallback"), False),
             "ignore_merges": True,
-            "vocab": spelled_ids(tokenizer) | tokenizer.special_tokens,
+            "vocab": unicode_vocabulary(tokenizer) | tokenizer.special_tokens,
             "merges": merges,
         },
     }
@@ -85,7 +85,7 @@ def check_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
         with errors_as_data_errors(path, "tokenizer of transformers"):
             content = json.loads(path.read_bytes())
             ids = content["model"]["vocab"] if path.name == "tokenizer.json" else content
-            if spelled_ids(tokenizer).items() - ids.items():
+            if unicode_vocabulary(tokenizer).items() - ids.items():
                 raise DataError(
                     f"its ids are not those of {tokenizer.name}, and no other vocabulary is read "
                     "from such a file; a snapshot has its tokenizer"

@@ -127,7 +127,7 @@ class Dataset:
     fingerprint: str
 
     @classmethod
-    def in_cache(
+    def from_cache_folder(
         cls, folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, source: str
     ) -> "Dataset":
         """Return the Dataset of train.bin and val.bin in a cache folder. `meta`: its meta.json."""

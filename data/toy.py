@@ -42,4 +42,4 @@ def make_random_walk_data(
     folder = cache_dir / cache_key([], "toy", vocab_size, limits, seed)
     meta = load_or_build_folder(folder, build, say)
     source = f"toy data, each id has {N_TOY_SUCCESSORS} likely successors (best loss ln 4 = 1.386)"
-    return Dataset.in_cache(folder, meta, NumberTokenizer(vocab_size), source)
+    return Dataset.from_cache_folder(folder, meta, NumberTokenizer(vocab_size), source)

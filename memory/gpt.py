@@ -21,9 +21,9 @@ from .policies import (
     format_recompute_plan,
     make_policy_function,
     recompute_plan_of_config,
-    run_group_as_one_block,
+    run_group_in_checkpoint,
 )
-from .sequence import SequenceShard, WithBackward
+from .sequence import CustomBackward, SequenceShard
 
 
 class MemorySavingGPT(MiniGPT):
@@ -90,7 +90,7 @@ class MemorySavingGPT(MiniGPT):
             for i, (policy, size) in enumerate(plan.group_policies_and_sizes):
                 group, checkpoint_in_forward = list(islice(blocks, size)), policy == "full"
                 call: Any = (
-                    group[0] if size == 1 else partial(run_group_as_one_block, group, plan.nested)
+                    group[0] if size == 1 else partial(run_group_in_checkpoint, group, plan.nested)
                 )
                 policy_function = make_policy_function(policy, config.d_ff, config.mlp_chunks)
                 if self.shard is not None:
@@ -146,4 +146,4 @@ class SequenceParallelGPT(MemorySavingGPT):
         # FSDP averages gradients over the ranks, but their sum is needed. (A rank has one entry in
         # `heads`.)
         times_n_ranks = partial(torch.mul, other=len(self.shard.heads))
-        return WithBackward.apply(share, self.all_reduce, times_n_ranks)
+        return CustomBackward.apply(share, self.all_reduce, times_n_ranks)

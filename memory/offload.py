@@ -94,7 +94,7 @@ def split_into_buffer_sizes(n: int) -> list[int]:
     return [unit << i for i in reversed(range(units.bit_length())) if units >> i & 1]
 
 
-def pinned_bytes_needed(n: int) -> int:
+def host_buffer_bytes(n: int) -> int:
     """Return the total bytes of the host buffers for a tensor of `n` bytes."""
     return sum(split_into_buffer_sizes(n))
 

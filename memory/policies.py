@@ -171,9 +171,11 @@ class Deferred(NamedTuple):
     """The result of `layer(x)`, not computed yet: the next layer's checkpoint computes it.
 
         y = defer(ln_1)(x)            # Deferred(ln_1, x)
-        qkv = to_matmul(attn.qkv)(y)  # one checkpoint around attn.qkv(ln_1(x)): it keeps x, not y
+        # One checkpoint around attn.qkv(ln_1(x)), which keeps x and not y:
+        qkv = recompute_up_to_matmul(attn.qkv)(y)
 
-    A layer may be deferred only if its result goes to a function that `to_matmul` returned.
+    A layer may be deferred only if its result goes to a function that `recompute_up_to_matmul`
+    returned.
     """
 
     layer: Callable[[Tensor], Any]
@@ -185,7 +187,7 @@ def defer(layer: Callable) -> Callable[[Any], Deferred]:
     return lambda x: Deferred(layer, x)
 
 
-def to_matmul(layer: Callable) -> Callable:
+def recompute_up_to_matmul(layer: Callable) -> Callable:
     """Return `layer`, which ends in a linear layer, in an activation checkpoint that also computes
     a Deferred input.
 
@@ -213,11 +215,11 @@ def cheap(block: Any, x: Tensor) -> Tensor:
     # Each checkpoint ends in a matmul, which early stop leaves out of recomputation. Two views: a
     # LayerNorm may be deferred only inside its half. Where a changed `Block.forward` calls a
     # LayerNorm itself (post-norm), it needs a tensor.
-    up, down = to_matmul(mlp.up_project), to_matmul(mlp.down_project)
+    up, down = recompute_up_to_matmul(mlp.up_project), recompute_up_to_matmul(mlp.down_project)
     halves = View(
         block,
         ln_1=defer(block.ln_1),
-        attn=View(attn, qkv=to_matmul(attn.qkv)),
+        attn=View(attn, qkv=recompute_up_to_matmul(attn.qkv)),
         ln_2=defer(block.ln_2),
         mlp=View(mlp, up_project=up, down_project=down),
     )
@@ -245,14 +247,14 @@ def checkpointed_mlp(block: Any, chunk_sizes: ChunkSizesFn) -> Callable[[Tensor]
     """
     half = partial(activation_checkpoint, block.feed_forward, has_dropout=False)
 
-    def in_chunks(x: Tensor) -> Tensor:
+    def mlp_in_chunks(x: Tensor) -> Tensor:
         sizes = chunk_sizes(x.size(1)) if chunk_sizes else []
         return torch.cat([half(part) for part in x.split(sizes, 1)], 1) if sizes[1:] else half(x)
 
-    return in_chunks
+    return mlp_in_chunks
 
 
-def sizes_of_chunks(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
+def mlp_chunk_sizes(n_tokens: int, d_ff: int, n_chunks: int) -> list[int]:
     """Return the number of tokens of each chunk of a sequence of `n_tokens`.
 
     `n_chunks`: the maximal number of chunks; 0: chunks of about `MLP_CHUNK_ELEMENTS` elements. All
@@ -285,7 +287,7 @@ def keep_qkv_and_attention(block: Any, x: Tensor) -> Tensor:
     """Keep x, qkv and attention's result; recompute LayerNorms, attn.c_proj and the MLP half."""
     half = partial(View, block, ln_1=defer(block.ln_1))
     # The attention half without c_proj.
-    attn = View(block.attn, qkv=to_matmul(block.attn.qkv), c_proj=lambda y: y)
+    attn = View(block.attn, qkv=recompute_up_to_matmul(block.attn.qkv), c_proj=lambda y: y)
     without_c_proj = half(attn=attn).attention
     try:
         return View(block, attention=end_at_attention)(x)  # (a changed block may never call it)
@@ -358,12 +360,12 @@ def with_same_rng_after_attention(attention: Callable[..., Tensor]) -> Callable[
     """
     rng_after_attention = SavedRNGState()
 
-    def marked(x: Tensor, *more: Any, **named: Any) -> Tensor:
+    def attention_with_saved_rng(x: Tensor, *more: Any, **named: Any) -> Tensor:
         attended = attention(x, *more, **named)
         rng_after_attention.save_or_restore(x.device)
         return attended
 
-    return marked
+    return attention_with_saved_rng
 
 
 def block_has_dropout(block: Any) -> bool:
@@ -457,7 +459,7 @@ def parse_recompute_plan(text: str, n_layers: int) -> RecomputePlan:
     `mlp:7`      `mlp` in the first 7 blocks, `none` in the others
     `mlp:7,full` `mlp` in the first 7 blocks, `full` in the others
     `full/2`     `full`, with a checkpoint around every 2 blocks; `full:8/2`: in the first 8 blocks
-    `+nested`    also one checkpoint around each block in a group: see `run_group_as_one_block`
+    `+nested`    also one checkpoint around each block in a group: see `run_group_in_checkpoint`
     `+offload`   CPU memory holds the tensors that the policies keep
 
     Raises ValueError if the string is invalid, with a message of one line that has the grammar.
@@ -511,12 +513,12 @@ def make_policy_function(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..
     entry = POLICIES[policy]
     call = entry.forward
     if entry.supports_mlp_chunks and mlp_chunks != 1:
-        chunk_sizes = partial(sizes_of_chunks, d_ff=d_ff, n_chunks=mlp_chunks)
+        chunk_sizes = partial(mlp_chunk_sizes, d_ff=d_ff, n_chunks=mlp_chunks)
         call = partial(call or recompute_mlp, chunk_sizes=chunk_sizes)
     return call and partial(run_policy, call)
 
 
-def run_group_as_one_block(
+def run_group_in_checkpoint(
     blocks: list, nested: bool, x: Tensor, *more: Any, **named: Any
 ) -> Tensor:
     """Run a group of K blocks in one checkpoint, x (B, T, C) -> (B, T, C); MiniGPT.forward calls it

@@ -70,11 +70,15 @@ class SequenceShard:
         """Run `attend` on all T tokens of this rank's heads: (B, t, 3C) -> (B, t, C)."""
         if not self.tokens:
             return attend(qkv, *more, **named)
-        qkv = WithBackward.apply(qkv, partial(self.to_heads, 3), partial(self.to_tokens, 3))
+        qkv = CustomBackward.apply(
+            qkv, partial(self.shard_by_heads, 3), partial(self.shard_by_tokens, 3)
+        )
         y = attend(qkv, *more, **named)
-        return WithBackward.apply(y, partial(self.to_tokens, 1), partial(self.to_heads, 1))
+        return CustomBackward.apply(
+            y, partial(self.shard_by_tokens, 1), partial(self.shard_by_heads, 1)
+        )
 
-    def to_heads(self, n: int, x: Tensor) -> Tensor:
+    def shard_by_heads(self, n: int, x: Tensor) -> Tensor:
         """Exchange tokens for heads: (B, t, nC) -> (B, T, nhD). x is `n` tensors side by side."""
         rows = x.unflatten(2, (n, sum(self.heads), -1)).transpose(0, 1)  # (t, B, n, H, D)
         B, D = rows.size(1), rows.size(4)
@@ -91,7 +95,7 @@ class SequenceShard:
             .transpose(0, 1)
         )
 
-    def to_tokens(self, n: int, x: Tensor) -> Tensor:
+    def shard_by_tokens(self, n: int, x: Tensor) -> Tensor:
         """Exchange heads for tokens: (B, T, nhD) -> (B, t, nC). x is `n` tensors side by side."""
         B, D = x.size(0), x.size(2) // (n * self.heads[self.rank])
         receive_sizes, send_sizes = self.all_to_all_sizes(B * n * D)
@@ -111,7 +115,7 @@ class SequenceShard:
         return of_heads, [tokens * h * numbers for tokens in self.tokens]
 
 
-class WithBackward(torch.autograd.Function):
+class CustomBackward(torch.autograd.Function):
     """Return `there(x)` in forward, and `back(gradient)` in backward.
 
     `there` maps a tensor shaped like x to a tensor of any shape, and `back` does the reverse.
@@ -124,4 +128,4 @@ class WithBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return WithBackward.apply(gradient, ctx.back, ctx.there), None, None
+        return CustomBackward.apply(gradient, ctx.back, ctx.there), None, None

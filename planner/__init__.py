@@ -28,7 +28,7 @@ from .any_model import plan_step
 from .cards import CARDS, card
 from .layout import Layout
 from .op_recorder import kept_for_backward
-from .roofline import Card, this_machine
+from .roofline import Card, measure_this_machine
 from .simulate import PlanError
 from .step import Planner
 from .timeline import KINDS, StepMemory

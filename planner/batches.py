@@ -37,7 +37,9 @@ def largest_batch(
         padding = sum(pinned - size for size, pinned in step.offloaded_sizes) * on_cpu
         # Until the update, ids and labels of a single sequence are two views of T + 1 tokens.
         shared = 8 * (step.seq_len - 1) * (step.batch_size == 1)
-        heads.append(step.bytes_by_op[head_ops].max() + shared - padding - head(step.batch_size))
+        heads.append(
+            step.bytes_after_each_op[head_ops].max() + shared - padding - head(step.batch_size)
+        )
         others = bytes_at_ops_outside_head(step) - padding
         others[: step.phase_slice("optimizer").start - len(step.timeline)] += shared
         outside.append(np.append(others, heads[-1]))
@@ -73,4 +75,4 @@ def extrapolate(sequences: int, sizes: tuple[int, int], known: Sequence) -> np.n
 
 def bytes_at_ops_outside_head(step: StepMemory) -> np.ndarray:
     """Return the bytes after each operator that is not in the head: (operators,) int64."""
-    return np.delete(step.bytes_by_op, step.phase_slice("head"))
+    return np.delete(step.bytes_after_each_op, step.phase_slice("head"))

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from .roofline import Card, this_machine
+from .roofline import Card, measure_this_machine
 
 GIB = 2**30
 
@@ -314,7 +314,7 @@ def canonical_card_name(text: str) -> str:
 def card(name: str) -> Card:
     """Return the card that `name` names for --card, as in card("rtx 3090"). THIS_MACHINE is
     measured, in about three seconds. Raises ValueError as `canonical_card_name`."""
-    return CARDS.get(canonical_card_name(name)) or this_machine()
+    return CARDS.get(canonical_card_name(name)) or measure_this_machine()
 
 
 def without_size(name: str) -> str:
@@ -363,7 +363,7 @@ def choose_card(
             bfloat16 rate (unless this half is less than the card's float32 rate).
     """
     if name == THIS_MACHINE:
-        return this_machine(device, seq_len, head_size)
+        return measure_this_machine(device, seq_len, head_size)
     card = CARDS.get(name or "")
     if card is None and device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

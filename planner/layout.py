@@ -35,7 +35,7 @@ class Layout:
         return self.world_size // self.sp_degree
 
     @property
-    def replica(self) -> int:
+    def replica_index(self) -> int:
         """Number of this process's replica, 0 .. replicas - 1."""
         return self.rank // self.sp_degree
 

@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .operators import EMPTY, count_flops, operator_schema, precision_index, tensors_in
+from .operators import EMPTY, count_flops, matmul_dtype_index, operator_schema, tensors_in
 
 PROJECT_FOLDER = Path(__file__).parent.parent
 ADDMM_IN_FLOAT32 = torch.ops.aten.addmm.dtype_out  # of memory.head.addmm_into
@@ -81,7 +81,7 @@ class Op(NamedTuple):
     indexed_new_outputs: tuple[tuple[int, Storage], ...] = ()  # (index of the result, new storage)
     bytes: int = 0  # number of bytes that it reads and writes
     flops: float = 0  # FLOPs of its matrix products, 2 per multiply-add
-    precision_index: int = 0  # dtype of its matrix products, as an index into MATMUL_DTYPES
+    matmul_dtype_index: int = 0  # dtype of its matrix products, as an index into MATMUL_DTYPES
     repeat_count: int = 1  # number of equal operators that this entry represents
     replayed: bool = False  # in the recomputation of an activation checkpoint
 
@@ -165,7 +165,7 @@ class OpRecorder(TorchDispatchMode):
         schema, place, number = operator_schema(func), self.phase_marks[-1], self.n_ops + 1
         if schema.name in EMPTY and results[0].numel() == 0:
             return  # the empty tensor that torch 2.11's activation checkpoint makes
-        site = self.sources.current(*place[1:]) if self.sources else UNKNOWN_SITE
+        site = self.sources.current_call_site(*place[1:]) if self.sources else UNKNOWN_SITE
         operator = "" if schema.is_view else func.__name__
         storages = [self.add_storage(tensor, operator, site) for tensor in results]
         if schema.is_view:
@@ -202,7 +202,7 @@ class OpRecorder(TorchDispatchMode):
             tuple(outputs),
             bytes=sum(size for (storage, _), size in accesses if storage.device.type == "cpu"),
             flops=count_flops(schema.name, arguments, results),
-            precision_index=precision_index(schema.name, arguments),
+            matmul_dtype_index=matmul_dtype_index(schema.name, arguments),
             repeat_count=self.times,
             replayed=self.is_replaying,
         )
@@ -223,7 +223,7 @@ class OpRecorder(TorchDispatchMode):
         address = memory._cdata
         if address in self.live_storages:
             return self.live_storages[address][1]
-        storage = new_storage(tensor, self.n_ops + bool(operator))
+        storage = make_storage(tensor, self.n_ops + bool(operator))
         storage.operator = operator.split(".")[0]  # "addmm.default" -> "addmm"
         _, storage.phase, storage.block_index = self.phase_marks[-1]
         storage.replayed = self.is_replaying
@@ -258,7 +258,7 @@ class OpRecorder(TorchDispatchMode):
         """Return the `Storage` of a tensor, or a new one that is not part of the record if the
         tensor was not added."""
         entry = self.live_storages.get(tensor.untyped_storage()._cdata)
-        return entry[1] if entry else new_storage(tensor, 0)
+        return entry[1] if entry else make_storage(tensor, 0)
 
 
 def bytes_spanned_in_storage(tensor: Tensor) -> int:
@@ -268,7 +268,7 @@ def bytes_spanned_in_storage(tensor: Tensor) -> int:
     return tensor.itemsize * max(0, min(span, tensor.numel()))
 
 
-def new_storage(tensor: Tensor, born: int) -> Storage:
+def make_storage(tensor: Tensor, born: int) -> Storage:
     """Return a new `Storage` for the memory of a tensor, made by operator number `born`."""
     # (`tensor.device` of a fake tensor would run an operator.)
     device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
@@ -277,7 +277,8 @@ def new_storage(tensor: Tensor, born: int) -> Storage:
 
 
 class CallSiteTracker:
-    """Find the call site (module and line) of each operator that runs inside `listen()`.
+    """Find the call site (module and line) of each operator that runs inside
+    `track_running_module()`.
 
     Autograd runs the operators of backward, so no line of the model calls them. But each node of
     its graph has the same sequence number in forward and in backward, under which the tracker
@@ -305,7 +306,7 @@ class CallSiteTracker:
         self.running = [""]  # names of running modules, the innermost last
         self.of_forward: dict[int, CallSite] = {}  # autograd's sequence number -> call site
 
-    def current(self, phase: str, block: int | None) -> CallSite:
+    def current_call_site(self, phase: str, block: int | None) -> CallSite:
         """Return the call site of the operator that has just run."""
         line = innermost_line(self.name_of_file)
         node = torch._C._current_autograd_node()  # None in forward, and in an optimizer's step
@@ -321,19 +322,19 @@ class CallSiteTracker:
         return CallSite(site.module, line or site.file_and_line, is_backward=True)
 
     @contextmanager
-    def listen(self) -> Iterator[None]:
+    def track_running_module(self) -> Iterator[None]:
         """Keep track of the running module inside this context."""
 
-        def begin(module: nn.Module, args: tuple) -> None:
+        def enter_module(module: nn.Module, args: tuple) -> None:
             self.running.append(self.names.get(module, self.running[-1]))
 
-        def end(module: nn.Module, args: tuple, result: Any) -> None:
+        def leave_module(module: nn.Module, args: tuple, result: Any) -> None:
             self.running.pop()
 
-        # `always_call`: run `end` also after an exception, with which torch ends a recomputation
-        # when the last needed tensor exists.
-        after = register_module_forward_hook(end, always_call=True)
-        with register_module_forward_pre_hook(begin), after:
+        # `always_call`: run `leave_module` also after an exception, with which torch ends a
+        # recomputation when the last needed tensor exists.
+        after = register_module_forward_hook(leave_module, always_call=True)
+        with register_module_forward_pre_hook(enter_module), after:
             yield
 
 

@@ -97,7 +97,7 @@ def tensors_in(argument: Any) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def precision_index(name: str, inputs: dict[str, Any]) -> int:
+def matmul_dtype_index(name: str, inputs: dict[str, Any]) -> int:
     """Return the dtype of an operator's matrix products, as an index into MATMUL_DTYPES; 0 for an
     operator without matrix products, or with products in another dtype. `inputs`: its arguments, by
     name."""

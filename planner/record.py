@@ -128,7 +128,7 @@ class StepRecord:
     @property
     def at_peak(self) -> list[Storage]:
         """Storages that exist at the step's peak, sorted by `born`."""
-        return self.alive(int(self.step_memory.bytes_by_op.argmax()))
+        return self.alive(int(self.step_memory.bytes_after_each_op.argmax()))
 
     @property
     def groups_at_peak(self) -> list[list[Storage]]:

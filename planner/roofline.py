@@ -10,7 +10,8 @@ Left out:
 - caches: all bytes come from memory (caches would change the cost of a policy by about one
   percentage point)
 - offload's copies, which run at the same time as the computation (but may take longer than it)
-- the time of communication (`CommandPlan.communication_seconds` in scripts/plans.py adds it)
+- the time of communication (`CommandPlan.exposed_communication_seconds` in scripts/plans.py adds
+  it)
 - all FLOPs outside of matrix products
 - the time of Python code, which is most of a small model's step on a CPU
 """
@@ -41,8 +42,8 @@ class Card:
     launch_s: float = 3e-6  # seconds of a kernel launch: no operator takes less
     flops_efficiency: float = 0.7
     bandwidth_efficiency: float = 0.85
-    # For each dtype: FLOP/s of attention's forward and of its backward, measured by `this_machine`.
-    # None: attention reaches the FLOP/s of other matrix products.
+    # For each dtype: FLOP/s of attention's forward and of its backward, measured by
+    # `measure_this_machine`. None: attention reaches the FLOP/s of other matrix products.
     attention: tuple[tuple[float, float], ...] | None = None
     device_type: str = "cuda"  # torch's: "cuda" for AMD's GPUs, too; "mps" for Apple's chips
 
@@ -79,7 +80,7 @@ def seconds_of_each_op(work: np.recarray, card: Card) -> np.ndarray:
     return np.maximum(np.maximum(work.flops / rates, moving), card.launch_s)
 
 
-def this_machine(
+def measure_this_machine(
     device: torch.device | None = None, seq_len: int = 1024, head_size: int = 64
 ) -> Card:
     """Measure a device in about three seconds, with its present load and threads; return a Card.
@@ -104,7 +105,7 @@ def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
     on_gpu = device.type != "cpu"
     n, size = (4096, 2**28) if on_gpu else (1024, 2**26)
 
-    def product(dtype: torch.dtype) -> float:
+    def matmul_flops_per_s(dtype: torch.dtype) -> float:
         # Smaller matrices for float16, because on CPUs its matrix products are 100 to 1,000 times
         # slower than in float32.
         side = 128 if dtype == torch.float16 and not on_gpu else n
@@ -116,7 +117,7 @@ def measure_card(device: torch.device, seq_len: int, head_size: int) -> Card:
     return Card(
         name="this machine",
         memory=0,  # not used: the device itself reports its free memory
-        flops=tuple(product(dtype) for dtype in MATMUL_DTYPES),  # type: ignore[arg-type]
+        flops=tuple(matmul_flops_per_s(dtype) for dtype in MATMUL_DTYPES),  # type: ignore[arg-type]
         bytes_per_s=2 * size / measure_seconds(lambda: target.copy_(source)),
         launch_s=measure_seconds(lambda: one.add_(1)),
         flops_efficiency=1,

@@ -30,8 +30,8 @@ block's LayerNorms stay in float32 and belong to the root group. A process round
 bfloat16 before it sends them. Backward makes the full gradients of linear layers in bfloat16, but
 they are float32 while they wait for more micro-batches, and when they are summed over processes.
 
-`add_shards` adds this memory to the record of a step, whose operators show when each block runs.
-The planned memory equals what torch's FSDPMemTracker counts, to the byte, except for gloo's
+`add_fsdp_storages` adds this memory to the record of a step, whose operators show when each block
+runs. The planned memory equals what torch's FSDPMemTracker counts, to the byte, except for gloo's
 buffers, which the tracker does not see. The table above follows
 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py; torch 2.11 and torch 2.13 were measured,
 and take the same number of bytes. The table also holds on a GPU, where the copies run on separate
@@ -77,7 +77,7 @@ def find_position_embeddings(model: MiniGPT) -> list[nn.Embedding]:
     return [table for table in tables if table is not model.token_embedding]
 
 
-def gathered_bytes(model: MiniGPT, n: int) -> int:
+def root_group_bytes(model: MiniGPT, n: int) -> int:
     """Return the bytes of the full float32 weights of the root group, which each of n processes has
     from forward to the end of backward."""
     return 4 * sum(p.numel() for p in root_group_params(model, in_bfloat16=False)) * (n > 1)
@@ -90,15 +90,15 @@ def state_bytes(model: MiniGPT, optimizer_state: Iterable[Tensor], n: int) -> in
     `model` and `optimizer_state` are whole, and may be on "meta": nothing is simulated.
     """
     tensors = chain(model.parameters(), model.parameters(), optimizer_state)  # (also gradients)
-    return gathered_bytes(model, n) + sum(bytes_of_rows(tensor, n) for tensor in tensors)
+    return root_group_bytes(model, n) + sum(shard_bytes(tensor, n) for tensor in tensors)
 
 
-def bytes_of_rows(tensor: Tensor, n: int) -> int:
+def shard_bytes(tensor: Tensor, n: int) -> int:
     """Return the bytes of a 1 / n of a tensor's rows, rounded up to whole rows."""
     return -(-len(tensor) // n) * (tensor.nbytes // len(tensor)) if tensor.dim() else tensor.nbytes
 
 
-def add_shards(
+def add_fsdp_storages(
     log: OpRecorder,
     model: MiniGPT,
     local_model: MiniGPT,
@@ -126,14 +126,14 @@ def add_shards(
         if born <= died:
             log.add_non_tensor_storage(size, name, GATHERED_REASON, born, died, kind)
 
-    def gather(size: int, arrives: int, used: int, begin: int, end: int) -> None:
+    def add_all_gather(size: int, arrives: int, used: int, begin: int, end: int) -> None:
         """Add an all-gather buffer of `size` bytes, from operator `arrives` to operator `used`. Add
         full weights of the same size, from operator `begin` to operator `end`."""
         add("parameters", "weights as they arrive", size, arrives, used)
         add("temporaries", GLOO, size * gloo, arrives, arrives)
         add("parameters", "gathered weights", size, begin, end)
 
-    def average(
+    def add_reduce_scatter(
         whole: list[nn.Parameter], shards: list[nn.Parameter], end: int, at: int, then: int
     ) -> None:
         """Free the full gradients of the weights `whole` after operator `end`. Add a reduce-scatter
@@ -142,22 +142,24 @@ def add_shards(
         add("gradients", AVERAGED, size, at, then)
         buffer = (RECEIVED, size) if copies else (GLOO, size * gloo)
         add("temporaries", *buffer, at, min(at, then))
-        share_gradients(log, whole, shards, sums, end)
+        replace_gradients_by_shards(log, whole, shards, sums, end)
 
     # The root group's full weights stay until backward ends. A table's stay until blocks begin.
     begin, first = times["forward", None][0], times["forward", 0][0]
     root, shards = (root_group_params(each, in_bfloat16) for each in (model, local_model))
     size = n * sum(shard.nbytes for shard in shards)
-    gather(size, begin, begin + 1 if find_position_embeddings(model) else first, begin, now)
+    add_all_gather(size, begin, begin + 1 if find_position_embeddings(model) else first, begin, now)
     # The root group's reduce-scatter buffer fits where its full weights were freed: not counted.
-    average(root, shards, now, now + 1, now)
+    add_reduce_scatter(root, shards, now, now + 1, now)
     # torch before 2.15 keeps the last full gradient until it is reduced over the processes.
     early = torch.__version__ >= "2.15.dev0"
     for table, local_table in zip(
         find_position_embeddings(model), find_position_embeddings(local_model), strict=True
     ):
-        gather(n * local_table.weight.nbytes, begin + 1, first - 1, begin + 2, first - 1)
-        average([*table.parameters()], [*local_table.parameters()], now - early, now, now)
+        add_all_gather(n * local_table.weight.nbytes, begin + 1, first - 1, begin + 2, first - 1)
+        add_reduce_scatter(
+            [*table.parameters()], [*local_table.parameters()], now - early, now, now
+        )
     last_block = len(model.blocks) - 1
     for i, (block, local_block) in enumerate(zip(model.blocks, local_model.blocks, strict=False)):
         whole, shards = (block_group_params(each, in_bfloat16) for each in (block, local_block))
@@ -166,13 +168,13 @@ def add_shards(
         # In backward the weights of block i arrive while backward of block i + 1 runs.
         used = end if i < last_block else log.forward_end
         ahead = times["backward", i + 1][1] if i < last_block else log.forward_end + 1
-        gather(size, begin, used, begin, end)
-        gather(size, ahead, again - 1, again, done)
+        add_all_gather(size, begin, used, begin, end)
+        add_all_gather(size, ahead, again - 1, again, done)
         then = times["backward", i - 1][2] if i > 0 else now - 1
-        average(whole, shards, done, done + 1, then)
+        add_reduce_scatter(whole, shards, done, done + 1, then)
 
 
-def share_gradients(
+def replace_gradients_by_shards(
     log: OpRecorder,
     whole: list[nn.Parameter],
     shards: list[nn.Parameter],
@@ -180,7 +182,7 @@ def share_gradients(
     end: int,
 ) -> None:
     """Replace the full gradients of `whole` by those of `shards` after operator `end`, and set the
-    `.grad` of each full parameter to None. `sums`: see `add_shards`."""
+    `.grad` of each full parameter to None. `sums`: see `add_fsdp_storages`."""
     # (A frozen weight has no gradient. Its shard's is counted all the same.)
     gradients = [parameter.grad for parameter in whole if parameter.grad is not None]
     gradients += [sums.pop(parameter) for parameter in {*whole} & {*sums}]

@@ -91,7 +91,7 @@ def recording_simulated_ops(
         fake,
         OpRecorder(sources, kernel_workspace=kernel_workspace_bytes if on_cuda else None) as log,
         patched(F, **(FUSED_REPLACEMENTS if on_cuda else {})),
-        sources.listen() if sources else nullcontext(),
+        sources.track_running_module() if sources else nullcontext(),
         # On MPS attention is not fused and keeps its scores (B, H, T, T), as MATH does.
         sdpa_kernel(SDPBackend.MATH) if device_type == "mps" else nullcontext(),
         torch.autograd.set_detect_anomaly(False),  # fake tensors have no values to check
@@ -244,7 +244,7 @@ def phase_hooks(
 ORIGINAL_SDPA = F.scaled_dot_product_attention
 
 
-def fused_attention(
+def sdpa_without_dropout_mask(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
@@ -261,5 +261,5 @@ def fused_dropout(
 
 FUSED_REPLACEMENTS: dict[str, Any] = {
     "dropout": fused_dropout,
-    "scaled_dot_product_attention": fused_attention,
+    "scaled_dot_product_attention": sdpa_without_dropout_mask,
 }

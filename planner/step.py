@@ -30,7 +30,7 @@ from memory import (
     offload,
     recompute_plan_of_config,
 )
-from memory.offload import pinned_bytes_needed
+from memory.offload import host_buffer_bytes
 from memory.sequence import SequenceShard
 from model import MiniGPTConfig
 
@@ -39,7 +39,7 @@ from .formulas import head_bytes
 from .layout import Layout
 from .op_recorder import CallSiteTracker, OpRecorder
 from .record import StepRecord, explain_storages
-from .shards import add_shards, block_group_params, make_local_model
+from .shards import add_fsdp_storages, block_group_params, make_local_model
 from .simulate import (
     empty_function_caches,
     forward_and_backward,
@@ -55,7 +55,7 @@ from .timeline import KINDS, Segment, StepMemory, split_into_segments
 SOURCES = Path(model.__file__), Path(memory.__file__).parent
 
 
-class FewCallSegments:
+class ShortStepSegments:
     """Segments of a step with few calls, which represent the segments of a step with more calls.
 
     A call in MiniGPT.forward runs one block, or a group of blocks that share an activation
@@ -64,7 +64,7 @@ class FewCallSegments:
 
     def __init__(self, segments: list[Segment]):
         self.n = n = len(segments) // 2 - 3  # number of calls
-        self.state, self.embedding, *rest, self.embedding_backward, self.update = segments
+        self.state, self.embedding, *rest, self.embedding_backward, self.update_segment = segments
         self.forward, self.backward = rest[:n], rest[: -n - 1 : -1]  # by call, in forward's order
         self.left, self.head, self.entered = rest[n:-n]  # ln_f, the head, and ln_f's backward
 
@@ -111,7 +111,7 @@ class Planner:
         shard = sequence if self.layout.sp_degree > 1 else None
         self.fake = FakeTensorMode()
         self.steps: dict[tuple[int, MiniGPTConfig], StepMemory] = {}
-        self.few_call_segments: dict[tuple, FewCallSegments] = {}
+        self.short_step_segments: dict[tuple, ShortStepSegments] = {}
         self.n_simulated_ops = 0
         with self.fake:
             self.model = MemorySavingGPT(config, self.device_type, shard).train()
@@ -155,13 +155,13 @@ class Planner:
         return self.steps[key]
 
     def compose_step(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
-        """Return a step whose segments were simulated in shorter steps (see `FewCallSegments`).
+        """Return a step whose segments were simulated in shorter steps (see `ShortStepSegments`).
 
         A shorter step has few calls, and all its calls run the same policy.
         """
         groups, first = recompute_plan_of_config(config).group_policies_and_sizes, 0
         representatives = {
-            call: self.simulate_few_call_segments(batch_size, config, *call)
+            call: self.simulate_short_step(batch_size, config, *call)
             for call in {("none", 1), *groups}
         }
         frame = representatives["none", 1]
@@ -181,13 +181,13 @@ class Planner:
             *forward,
             *((segment, 0) for segment in between),
             *backward[::-1],
-            *((segment, 0) for segment in (begin.embedding_backward, frame.update)),
+            *((segment, 0) for segment in (begin.embedding_backward, frame.update_segment)),
         ]
         return StepMemory(config, batch_size, self.seq_len, segments)
 
-    def simulate_few_call_segments(
+    def simulate_short_step(
         self, batch_size: int, config: MiniGPTConfig, policy: str, size: int
-    ) -> FewCallSegments:
+    ) -> ShortStepSegments:
         """Simulate a step with few calls, and cache it.
 
         Each call runs `size` blocks with this policy.
@@ -195,11 +195,9 @@ class Planner:
         plan, plain = recompute_plan_of_config(config), replace(config, recompute="none")
         nested, moves = plan.nested and size > 1, plan.offload and policy != "none"
         key = batch_size, plain, policy, size, nested, moves
-        if key not in self.few_call_segments:
+        if key not in self.short_step_segments:
             frame = (
-                None
-                if policy == "none"
-                else self.simulate_few_call_segments(batch_size, plain, "none", 1)
+                None if policy == "none" else self.simulate_short_step(batch_size, plain, "none", 1)
             )
             n = plain.n_layers // size
             if self.are_alike:  # only calls near the first and the last may differ
@@ -213,7 +211,7 @@ class Planner:
                 # Tensors of several blocks may exist together, so simulate all calls. (The copies
                 # of offload run between blocks, too, but each belongs to one block.)
                 self.are_alike = False
-                return self.simulate_few_call_segments(batch_size, config, policy, size)
+                return self.simulate_short_step(batch_size, config, policy, size)
             segments = split_into_segments(log, [size] * n)
             if self.gather_in_bfloat16:
                 # The root group has the LayerNorms of all blocks. When backward ends, their whole
@@ -222,12 +220,12 @@ class Planner:
                 norms = {*rest.parameters()} - {*block_group_params(rest, in_bfloat16=True)}
                 freed = segments[-2].allocated_and_freed_by_kind[-1, 1]
                 freed[KINDS.index("gradients")] += sum(p.nbytes for p in norms)
-            segments[-1] = self.update
-            self.few_call_segments[key] = FewCallSegments(segments)
-        return self.few_call_segments[key]
+            segments[-1] = self.update_segment
+            self.short_step_segments[key] = ShortStepSegments(segments)
+        return self.short_step_segments[key]
 
     @cached_property
-    def update(self) -> Segment:
+    def update_segment(self) -> Segment:
         """The update of the weights, which is the same for every policy and batch."""
         with self.fake:
             for parameter in self.local_model.parameters():
@@ -341,7 +339,8 @@ class Planner:
         ):
             model.config, pool = config, SimulatedPinnedPool(log, self.on_cpu)
             model.offload_pool = pool
-            # The full weights of a sharded model take no memory here. `add_shards` counts them.
+            # The full weights of a sharded model take no memory here. `add_fsdp_storages` counts
+            # them.
             for parameter in gathered:
                 log.add_storage(parameter).nbytes = 0
             for parameter in self.sums if self.layout.shard_degree == 1 else ():
@@ -363,7 +362,7 @@ class Planner:
             if self.layout.shard_degree > 1:
                 shards = model, self.local_model, self.layout.shard_degree, self.sums
                 copies = self.gradient_copies is not None
-                add_shards(log, *shards, self.on_cpu, self.gather_in_bfloat16, copies)
+                add_fsdp_storages(log, *shards, self.on_cpu, self.gather_in_bfloat16, copies)
             if runs_update:
                 self.simulate_update(log)
             else:
@@ -460,7 +459,7 @@ class SimulatedPinnedPool(PinnedPool):
 
     def acquire_buffers(self, like: Tensor) -> list[Tensor]:
         """Return one host buffer for the 1-D tensor `like`, and record the copy to it."""
-        size = pinned_bytes_needed(like.nbytes)
+        size = host_buffer_bytes(like.nbytes)
         self.log.offloaded_tensors.append(((like.nbytes, size), self.log.phase_marks[-1]))
         return [self.reuse_or_allocate(size, pinned=False)]
 
@@ -475,7 +474,7 @@ def make_chunk_starts_replacement(
     first and the last, because they run the same operators. `runs_head`: False: yield no chunk.
     """
 
-    def starts_of_few(n_tokens: int, n: int) -> Iterator[int]:
+    def few_chunk_starts(n_tokens: int, n: int) -> Iterator[int]:
         n_chunks = math.ceil(n_tokens / n) if runs_head else 0
         chunk = 0
         for log.times in [1, n_chunks - 2, 1] if n_chunks > 3 else [1] * n_chunks:
@@ -483,7 +482,7 @@ def make_chunk_starts_replacement(
             chunk += log.times
         log.times = 1
 
-    return starts_of_few
+    return few_chunk_starts
 
 
 def make_optimizer_state(

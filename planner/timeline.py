@@ -50,7 +50,7 @@ OP_WORK_DTYPE = np.dtype(
 )
 
 
-def op_work_table(ops: Sequence[Op], sums: Collection[Storage] = ()) -> np.recarray:
+def op_flops_and_bytes(ops: Sequence[Op], sums: Collection[Storage] = ()) -> np.recarray:
     """Return an array of OP_WORK_DTYPE with one row for each operator that reads or writes bytes.
 
     `sums`: the gradients of earlier micro-batches (`OpRecorder.gradient_sums`).
@@ -58,7 +58,7 @@ def op_work_table(ops: Sequence[Op], sums: Collection[Storage] = ()) -> np.recar
     attention = {name: i + 1 for i, name in enumerate(UNIFIED_ATTENTION_NAMES)}
     rows = [
         (
-            *(at, op.flops, op.bytes, op.precision_index, attention.get(op.name, 0)),
+            *(at, op.flops, op.bytes, op.matmul_dtype_index, attention.get(op.name, 0)),
             *(op.repeat_count, any(storage in sums for _, storage in op.named_inputs)),
             op.replayed,
         )
@@ -145,7 +145,7 @@ def split_into_segments(log: OpRecorder, calls: Iterable[int] = ()) -> list[Segm
             continue  # a host buffer of offload, on "meta" (see SimulatedPinnedPool)
         is_kept = 0 < storage.born <= log.forward_end < storage.died
         is_kept &= storage.kind != "parameters"
-        storage.kind = storage.kind or kind_of(storage, is_kept)
+        storage.kind = storage.kind or storage_kind(storage, is_kept)
         kind = KINDS.index(storage.kind)
         changes[storage.born, 0, kind] += storage.nbytes
         if storage.died != math.inf:
@@ -157,7 +157,7 @@ def split_into_segments(log: OpRecorder, calls: Iterable[int] = ()) -> list[Segm
         Segment(
             phase_marks=[(at - begin, phase, block) for at, phase, block in places],
             allocated_and_freed_by_kind=changes[begin:end],
-            flops_and_bytes_by_op=op_work_table(log.ops[begin:end], log.gradient_sums),
+            flops_and_bytes_by_op=op_flops_and_bytes(log.ops[begin:end], log.gradient_sums),
             kept_bytes=int(kept[begin:end].sum()),
             offloaded_sizes=[sizes for sizes, place in log.offloaded_tensors if place in places],
         )
@@ -165,7 +165,7 @@ def split_into_segments(log: OpRecorder, calls: Iterable[int] = ()) -> list[Segm
     ]
 
 
-def kind_of(storage: Storage, is_kept: bool) -> str:
+def storage_kind(storage: Storage, is_kept: bool) -> str:
     """Return the kind of a storage without a label. `is_kept`: forward keeps it for backward."""
     if storage.phase == "head":
         return "head"
@@ -200,7 +200,7 @@ class StepMemory:
             for i, (text, name) in enumerate(zip(texts, names, strict=True))
         ]
         # Bytes after each operator if the update of the weights made no temporaries.
-        update, levels = self.phase_slice("optimizer"), self.bytes_by_op.copy()
+        update, levels = self.phase_slice("optimizer"), self.bytes_after_each_op.copy()
         levels[update] -= self.timeline[update, KINDS.index("temporaries")]
         if saving := self.peak - int(levels.max()):
             lines.append(
@@ -224,7 +224,7 @@ class StepMemory:
         )
         return first + (micro_batches - 1) * other + segment_seconds(update, card)
 
-    def phase_seconds(self, card: Card) -> tuple[float, float]:
+    def backward_and_total_seconds(self, card: Card) -> tuple[float, float]:
         """Return the seconds of backward, and of a whole micro-batch without the update."""
         timed = [
             (segment.phase_marks[0][1], segment_seconds(segment, card))
@@ -274,7 +274,7 @@ class StepMemory:
         return bytes_by_op_and_kind(segment for segment, _ in self.segments_and_block_shifts)
 
     @cached_property
-    def bytes_by_op(self) -> np.ndarray:
+    def bytes_after_each_op(self) -> np.ndarray:
         """Bytes after each operator: (operators + 1,) int64. Entry 0: before the first operator."""
         return self.timeline.sum(axis=1)
 
@@ -332,12 +332,14 @@ class StepMemory:
     @property
     def bytes_by_kind_at_peak(self) -> dict[str, int]:
         """Bytes of each kind at the peak: name of the kind -> bytes."""
-        return dict(zip(KINDS, self.timeline[self.bytes_by_op.argmax()].tolist(), strict=True))
+        return dict(
+            zip(KINDS, self.timeline[self.bytes_after_each_op.argmax()].tolist(), strict=True)
+        )
 
     @property
     def peak_location(self) -> str:
         """Phase and block of the peak: "head", or "backward, block 11"."""
-        at = self.bytes_by_op.argmax()
+        at = self.bytes_after_each_op.argmax()
         _, phase, block = [place for place in self.phase_marks if place[0] <= at][-1]
         return phase if block is None else f"{phase}, block {block}"
 

@@ -92,7 +92,7 @@ def cli_main(do: Callable[[list[str]], int | None]) -> Callable[..., int]:
 
 
 @contextmanager
-def out_of_memory_as(hint: str) -> Iterator[None]:
+def exit_on_out_of_memory(hint: str) -> Iterator[None]:
     """Turn an out-of-memory error into one line, "out of memory" + `hint`, and exit code 4."""
     from data import MiniGPTError
     from trainer.run import is_out_of_memory
@@ -105,7 +105,7 @@ def out_of_memory_as(hint: str) -> Iterator[None]:
         raise MiniGPTError(f"out of memory{hint}", exit_code=4) from None
 
 
-def add_snapshot(parser: ArgumentParser, help_text: str) -> None:
+def add_snapshot_argument(parser: ArgumentParser, help_text: str) -> None:
     """Add the argument for the snapshot that a command reads: FILE or --checkpoint-path FILE."""
     add, path = parser.add_argument, Path("checkpoints/minigpt_single.pt")
     # If FILE is missing, argparse passes the default, SUPPRESS, to `type`.
@@ -116,7 +116,7 @@ def add_snapshot(parser: ArgumentParser, help_text: str) -> None:
         help="the same as FILE; if both are given, FILE counts")  # fmt: skip
 
 
-def flush() -> None:
+def flush_and_freeze_gc() -> None:
     """Flush stdout at exit, and freeze the garbage collector.
 
     Python's own flush would print an error if the program behind a pipe has ended. Without the
@@ -131,4 +131,4 @@ def flush() -> None:
 
 
 if IS_MAIN_PROGRAM:
-    atexit.register(flush)
+    atexit.register(flush_and_freeze_gc)

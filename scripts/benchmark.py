@@ -52,8 +52,8 @@ from trainer.device import (
 from trainer.flags import check_policy_string, flag, number_in_range, output_file
 from trainer.metrics import format_bytes
 from trainer.optimizer import make_optimizer
-from trainer.plan import POLICY_FLAG, card_for, vocab_size_of
-from trainer.pretrained import open_init_from
+from trainer.plan import POLICY_FLAG, card_for, largest_vocab_size
+from trainer.pretrained import read_init_from
 from trainer.process import OneProcess
 from trainer.report import describe_model
 from trainer.run import Run, is_out_of_memory, make_scaler
@@ -95,8 +95,8 @@ def parse(argv: list[str]) -> BenchmarkSettings:
         raise MiniGPTError(
             f"{flag(name)}: leave it out; --policies names what is measured, on this machine"
         )
-    settings = resolve(open_init_from(typed)[1])
-    vocab_size = vocab_size_of(settings)
+    settings = resolve(read_init_from(typed)[1])
+    vocab_size = largest_vocab_size(settings)
     for policy in settings.policies:
         settings.replace(use_activation_checkpoint=policy).model_config(vocab_size)
     return settings.replace(vocab_size=vocab_size)
@@ -160,7 +160,7 @@ def make_run(settings: Settings, device: torch.device) -> Run:
     )
 
 
-def timed_step(run: Run, n: int = 1) -> float:
+def mean_step_seconds(run: Run, n: int = 1) -> float:
     """Run the next `n` steps, and wait for the device only after the last step. Return their mean
     time in seconds."""
     start = time.perf_counter()
@@ -172,7 +172,7 @@ def timed_step(run: Run, n: int = 1) -> float:
     return (time.perf_counter() - start) / n
 
 
-def measured_peak(run: Run) -> int | None:
+def measure_step_peak(run: Run) -> int | None:
     """Run one more step; return its peak memory in bytes, or None if this device counts no memory.
 
     On a GPU the peak counts the bytes requested for tensors. Allocated bytes are some percent more,
@@ -187,7 +187,7 @@ def measured_peak(run: Run) -> int | None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with recorder if counts else nullcontext():
-        timed_step(run)
+        mean_step_seconds(run)
     if device.type == "cuda":
         return torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
     return int(bytes_by_op_and_kind(split_into_segments(recorder)).sum(1).max()) if counts else None
@@ -204,11 +204,11 @@ def measure(
     torch.compiler.reset()
     try:
         run = make_run(settings, device)
-        timed_step(run, WARM_UP)
+        mean_step_seconds(run, WARM_UP)
         # On a GPU Python runs ahead from step to step, so all steps are timed together.
         n = 1 if device.type == "cpu" else steps
-        seconds = statistics.median(timed_step(run, n) for _ in range(steps // n))
-        return seconds, measured_peak(run)
+        seconds = statistics.median(mean_step_seconds(run, n) for _ in range(steps // n))
+        return seconds, measure_step_peak(run)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -245,7 +245,7 @@ def make_row(plan: CommandPlan, step_s: float, peak_bytes: int | None) -> Row:
     }
 
 
-def markdown(row: Row, first: Row) -> str:
+def format_markdown_row(row: Row, first: Row) -> str:
     """Return `row` as a line of a Markdown table, with its time also relative to that of
     `first`."""
     cells = [
@@ -270,7 +270,9 @@ def main(argv: list[str]) -> None:
         measured = measure(planned.settings, settings.steps, plan.device)
         if measured:
             rows.append(make_row(planned, *measured))
-        line = markdown(rows[-1], rows[0]) if measured else f"| {policy} | out of memory |"
+        line = (
+            format_markdown_row(rows[-1], rows[0]) if measured else f"| {policy} | out of memory |"
+        )
         print(line, flush=True)
     metadata = about("scripts.benchmark", argv, plan.device) | {
         "model": describe_model(plan.config),

@@ -51,16 +51,16 @@ class EarlyStop(Exception):
 Tell = Callable[..., None]  # (event, ticket or None, tensor or None)
 
 
-def tell_nobody(*event: Any) -> None:
+def ignore_event(*event: Any) -> None:
     """Default of `tell`: ignore an event, which the narrator of part 2 would print."""
 
 
-def checkpoint(function: Callable, *args: Any, tell: Tell = tell_nobody) -> Any:
+def checkpoint(function: Callable, *args: Any, tell: Tell = ignore_event) -> Any:
     """Return `function(*args)`, and recompute the tensors that backward needs instead of keeping
     them."""
     if not torch.is_grad_enabled():
         return function(*args)  # there will be no backward
-    same_conditions = remember_conditions()
+    restored_rng_and_autocast = save_rng_and_autocast()
     # Weak references, so that only the graph keeps a ticket alive. If a result is dropped, its part
     # of the graph is freed, with the tickets in this part. For such a ticket the replay must not
     # keep a tensor, because backward will never hand in the ticket.
@@ -75,7 +75,7 @@ def checkpoint(function: Callable, *args: Any, tell: Tell = tell_nobody) -> Any:
     def unpack(ticket: Ticket) -> Tensor:  # called in backward: autograd needs the tensor
         tell("unpack", ticket)
         if ticket.tensor is None:  # true for the first ticket that is handed in
-            replay(tickets, same_conditions(), function, args, tell)
+            replay(tickets, restored_rng_and_autocast(), function, args, tell)
         if ticket.tensor is None:
             raise RuntimeError("the replay saved fewer tensors: is the function deterministic?")
         tensor, ticket.tensor = ticket.tensor, None  # free the tensor after its use
@@ -87,7 +87,7 @@ def checkpoint(function: Callable, *args: Any, tell: Tell = tell_nobody) -> Any:
 
 def replay(
     tickets: list[weakref.ref[Ticket]],
-    same_conditions: AbstractContextManager,
+    restored_rng_and_autocast: AbstractContextManager,
     function: Callable,
     args: tuple,
     tell: Tell,
@@ -114,12 +114,16 @@ def replay(
         return tensor
 
     # Enable gradients, which are disabled in backward, because otherwise operators save nothing.
-    with same_conditions, torch.enable_grad(), saved_tensors_hooks(fill, lambda tensor: tensor):
+    with (
+        restored_rng_and_autocast,
+        torch.enable_grad(),
+        saved_tensors_hooks(fill, lambda tensor: tensor),
+    ):
         with suppress(EarlyStop):
             function(*args)  # ignore this result: forward has returned it already
 
 
-def remember_conditions() -> Callable[[], AbstractContextManager]:
+def save_rng_and_autocast() -> Callable[[], AbstractContextManager]:
     """Record the conditions on which a result depends besides the arguments. Return a function that
     makes a context in which these conditions are restored.
 
@@ -138,7 +142,7 @@ def remember_conditions() -> Callable[[], AbstractContextManager]:
     ]
 
     @contextmanager
-    def same_conditions() -> Iterator[None]:
+    def restored_rng_and_autocast() -> Iterator[None]:
         with ExitStack() as stack:
             # After the replay, fork_rng restores the generators' states from before the replay.
             stack.enter_context(torch.random.fork_rng(devices=range(len(cuda_rng))))
@@ -148,7 +152,7 @@ def remember_conditions() -> Callable[[], AbstractContextManager]:
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=cache))
             yield
 
-    return same_conditions
+    return restored_rng_and_autocast
 
 
 # torch's version does more:
@@ -199,13 +203,17 @@ class Narrator(TorchFunctionMode):
             name = self.results[place] + " "
         return name + "x".join(map(str, tensor.shape)).removeprefix("1x")  # leave out B = 1
 
-    def hear(self, event: str, ticket: Ticket | None = None, tensor: Tensor | None = None) -> None:
+    def print_event(
+        self, event: str, ticket: Ticket | None = None, tensor: Tensor | None = None
+    ) -> None:
         if event == "replay":
-            self.headline(" is empty.\nREPLAY: the block runs again, with the same random numbers:")
+            self.print_headline(
+                " is empty.\nREPLAY: the block runs again, with the same random numbers:"
+            )
         elif event == "stop":
             is_mask = self.owners[max(self.owners)] == "dropout"
             end = "too late for the matmul before it" if is_mask else "its matmul is not run"
-            self.headline(f" was the last: EARLY STOP, {end}.\nBACKWARD continues:")
+            self.print_headline(f" was the last: EARLY STOP, {end}.\nBACKWARD continues:")
         elif ticket is not None:
             owner = self.owners.setdefault(ticket.number, self.operator)
             is_new_line = self.line != (event, owner)
@@ -215,7 +223,7 @@ class Narrator(TorchFunctionMode):
             if tensor is not None:
                 print(f" {self.describe(tensor)}", end="", flush=True)
 
-    def headline(self, text: str) -> None:
+    def print_headline(self, text: str) -> None:
         print(text, end="", flush=True)
         self.line = None
 
@@ -224,7 +232,7 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()  # views (q, k, v; weight.t()) have the same address
 
 
-def tell_the_story(dropout: float) -> None:
+def narrate_forward_and_backward(dropout: float) -> None:
     """Run forward and backward of one block, and print each event.
 
     The last line of the block's code is `x + dropout(..)`, so with dropout the last ticket is for a
@@ -235,12 +243,14 @@ def tell_the_story(dropout: float) -> None:
     block.attn.dropout = 0.0  # on a CPU, attention with dropout saves a dozen more tensors
     x = torch.randn(1, 4, 8, requires_grad=True)
     with Narrator(block, x) as narrator:
-        narrator.headline("FORWARD drops each tensor that backward will need, and keeps a #ticket:")
-        y = checkpoint(block, x, tell=narrator.hear)
+        narrator.print_headline(
+            "FORWARD drops each tensor that backward will need, and keeps a #ticket:"
+        )
+        y = checkpoint(block, x, tell=narrator.print_event)
         n = len(narrator.owners)
-        narrator.headline(f"\nKept: x and {n} tickets. BACKWARD begins at the block's end:")
+        narrator.print_headline(f"\nKept: x and {n} tickets. BACKWARD begins at the block's end:")
         y.sum().backward()
-        narrator.headline("\nDone: each ticket was handed in once.\n")
+        narrator.print_headline("\nDone: each ticket was handed in once.\n")
 
 
 @cli_main
@@ -251,7 +261,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--dropout", type=number_in_range(float, 0, 0.99), default=0.1, metavar="P",
                         help="dropout rate, 0 = off (default: %(default)s)")  # fmt: skip
-    tell_the_story(parser.parse_args(argv).dropout)
+    narrate_forward_and_backward(parser.parse_args(argv).dropout)
 
 
 if __name__ == "__main__":

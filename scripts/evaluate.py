@@ -28,7 +28,7 @@ from data.errors import MiniGPTError
 from data.files import find_files
 from data.tokens import take_up_to
 from model import MiniGPT
-from scripts import add_snapshot, cli_main, out_of_memory_as
+from scripts import add_snapshot_argument, cli_main, exit_on_out_of_memory
 from scripts.style import about, write_json
 from trainer import flags
 from trainer.build import load_run_data
@@ -135,7 +135,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
 def main(argv: list[str]) -> None:
     parser = flags.OneLineParser(prog="python -m scripts.evaluate", description="Loss on a text.")
     add, count = parser.add_argument, flags.number_in_range(int, 1, 10**9)
-    add_snapshot(parser, "snapshot, or transformers folder")
+    add_snapshot_argument(parser, "snapshot, or transformers folder")
     # fmt: off
     add("--val-data", nargs="+", metavar="PATH", help="files, folders or globs, as for the "
         "trainers; all of the text counts (default: the validation part of the run's own data)")
@@ -151,7 +151,7 @@ def main(argv: list[str]) -> None:
     # fmt: on
     args = parser.parse_args(argv)
     knobs = f"lower --batch-size {args.batch_size}, or the number of tokens with --max-tokens"
-    with out_of_memory_as(f": {knobs}"):
+    with exit_on_out_of_memory(f": {knobs}"):
         results = evaluate(args)
     for name, value in results.items():
         if value is not None:

@@ -28,7 +28,7 @@ from data.tokenizer import EOT_TEXT
 from data.tokenizer_json import to_json
 from model import MiniGPT, MiniGPTConfig
 from planner.formulas import count_parameters
-from scripts import add_snapshot, cli_main
+from scripts import add_snapshot_argument, cli_main
 from trainer.flags import OneLineParser
 from trainer.pretrained import (
     CONFIG_JSON_SIZES,
@@ -36,7 +36,7 @@ from trainer.pretrained import (
     SUPPORTED_GPT2_SETTINGS,
     Pretrained,
     import_safetensors,
-    open_pretrained,
+    read_pretrained,
     renamed_and_transposed,
 )
 from trainer.report import describe_model
@@ -47,7 +47,7 @@ from trainer.snapshot import SaveError
 GPT2_LOGITS = 7.375809515808666
 
 
-def their_sizes(config: MiniGPTConfig) -> dict[str, Any]:
+def gpt2_config_fields(config: MiniGPTConfig) -> dict[str, Any]:
     """Return the sizes and the dropout of `config` under their names in transformers' GPT2Config,
     which are also those in config.json."""
     sizes = {theirs: getattr(config, ours) for theirs, ours, _ in CONFIG_JSON_SIZES}
@@ -74,7 +74,7 @@ def json_files(config: MiniGPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
             # "<|endoftext|>" inside a text is encoded as plain text, as in this project.
             "split_special_tokens": True,
         }
-    whole = {"architectures": ["GPT2LMHeadModel"]} | alone | their_sizes(config) | ends
+    whole = {"architectures": ["GPT2LMHeadModel"]} | alone | gpt2_config_fields(config) | ends
     return files | {"config.json": whole}  # written last: no program opens a folder without it
 
 
@@ -131,7 +131,7 @@ def main(argv: list[str]) -> None:
     parser = OneLineParser(
         prog="python -m scripts.export_hf", description="Export a snapshot for transformers."
     )
-    add_snapshot(parser, "snapshot to export")
+    add_snapshot_argument(parser, "snapshot to export")
     parser.add_argument(
         "--out",
         type=Path,
@@ -143,7 +143,7 @@ def main(argv: list[str]) -> None:
     folder = Path(os.path.realpath(args.out))  # so that errors show the full path
     if folder.exists() and any(folder.iterdir()):
         raise MiniGPTError(f"--out: {args.out} exists and is not empty; name another folder")
-    source = open_pretrained(args.checkpoint_path)
+    source = read_pretrained(args.checkpoint_path)
     export(source, folder)
     shape, name = describe_model(source.config), source.tokenizer.name
     print(f"exported {args.out}: {shape}, tokenizer {name}")

@@ -17,8 +17,8 @@ from torch.nn.attention import sdpa_kernel
 from data import Tokenizer
 from data.errors import MiniGPTError
 from model import MiniGPT
-from scripts import add_snapshot, cli_main, out_of_memory_as
-from trainer.check_model import cache_is_exact
+from scripts import add_snapshot_argument, cli_main, exit_on_out_of_memory
+from trainer.check_model import kv_cache_is_exact
 from trainer.device import GENERATION_KERNELS, choose_device
 from trainer.flags import OneLineParser, number_in_range
 from trainer.pretrained import load_model_and_tokenizer
@@ -29,7 +29,7 @@ SEPARATOR = "\n----------------\n"
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="python -m scripts.generate", description="Sample from a snapshot.")
     add, shown = parser.add_argument, "(default: %(default)s)"
-    add_snapshot(parser, "snapshot to sample from")
+    add_snapshot_argument(parser, "snapshot to sample from")
     # fmt: off
     add("--prompt", default="", metavar="TEXT", help="(default: empty: begin a new document)")
     add("--max-new-tokens", type=number_in_range(int, 1, 10**6), default=200, metavar="N",
@@ -64,7 +64,7 @@ def generate_text(
     start = torch.tensor([[tokenizer.eot_id, *prompt]], device=device)
     is_toy = tokenizer.name == "toy"
     stop_id = None if args.ignore_eot or is_toy else tokenizer.eot_id
-    use_cache = cache_is_exact(model.config)
+    use_cache = kv_cache_is_exact(model.config)
     torch.manual_seed(args.seed)
     for n in range(args.num_samples):
         yield SEPARATOR * bool(n) + tokenizer.decode(prompt)
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
     typed = f"--num-samples {args.num_samples} and --max-new-tokens {args.max_new_tokens}"
     with (
-        out_of_memory_as(f" with {typed}: lower them"),
+        exit_on_out_of_memory(f" with {typed}: lower them"),
         sdpa_kernel(GENERATION_KERNELS),
     ):
         device = choose_device(args.device)

@@ -19,7 +19,7 @@ from planner import Planner
 from planner.op_recorder import Storage
 from planner.record import read_source_line
 from scripts import cli_main
-from scripts.plan_table import align
+from scripts.plan_table import format_columns
 from trainer.flags import OneLineParser, number_in_range
 from trainer.metrics import format_bytes
 from trainer.settings import SHAPE_BY_MODEL
@@ -44,7 +44,7 @@ def kept_by_one_block(policy: str, args: argparse.Namespace) -> list[Storage]:
     return [s for s in kept if (s.block_index == 1) != s.name.endswith(RESULT)]
 
 
-def table(policy: str, tensors: list[Storage], unit: int) -> str:
+def format_kept_tensors(policy: str, tensors: list[Storage], unit: int) -> str:
     """Return the table, one line per tensor. `unit`: bytes of a (B, T, C) tensor, at one byte per
     element."""
     total, lines = sum(tensor.nbytes for tensor in tensors), []
@@ -64,7 +64,7 @@ def table(policy: str, tensors: list[Storage], unit: int) -> str:
         }
         lines.append(line)
     title = f"{policy}: {len(tensors)} tensors, {format_bytes(total)} ({total / unit:.2f} BTC)"
-    return f"{title}\n{align(lines)}"
+    return f"{title}\n{format_columns(lines)}"
 
 
 @cli_main
@@ -87,7 +87,11 @@ def main(argv: list[str]) -> None:
     )
     unit = args.batch_size * args.seq_len * args.d_model
     for policy in [args.policy] if args.policy else POLICY_NAMES:
-        print(table(policy, kept_by_one_block(policy, args), unit), end="\n\n", flush=True)
+        print(
+            format_kept_tensors(policy, kept_by_one_block(policy, args), unit),
+            end="\n\n",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

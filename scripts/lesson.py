@@ -22,19 +22,19 @@ from pathlib import Path
 from data.errors import MiniGPTError
 from memory import POLICY_NAMES
 from scripts import cli_main
-from scripts.kept_tensors import kept_by_one_block, table
+from scripts.kept_tensors import format_kept_tensors, kept_by_one_block
 from trainer.flags import OneLineParser, number_in_range
 
 PAGE = Path(__file__).parent.parent / "docs" / "lesson.md"
 NOT_YET = 3
 
 
-def block_keeps(policy: str, no_amp: bool = False) -> str:
+def table_of_kept_tensors(policy: str, no_amp: bool = False) -> str:
     """Return the table of the tensors that GPT-2 small's block keeps, without autocast's copies of
     the weights, which do not grow with the batch."""
     size = argparse.Namespace(batch_size=2, seq_len=1024, d_model=768, n_heads=12, no_amp=no_amp)
     tensors = [t for t in kept_by_one_block(policy, size) if t.shape[0] in (2, 2 * 1024)]
-    return table(policy, tensors, 2 * 1024 * 768)
+    return format_kept_tensors(policy, tensors, 2 * 1024 * 768)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ y     not needed""",
     ),
     2: Exercise(
         answer=64.08,
-        facts=partial(block_keeps, "none", no_amp=True),
+        facts=partial(table_of_kept_tensors, "none", no_amp=True),
         unit="BTC",
         tolerance=0.01,
         why="x, ln_1, q, k, v, attention, x2 and ln_2 are 8 tensors of width C. c_fc and gelu are "
@@ -123,7 +123,7 @@ y     not needed""",
     ),
     3: Exercise(
         answer=36.08,
-        facts=partial(block_keeps, "none"),
+        facts=partial(table_of_kept_tensors, "none"),
         unit="BTC",
         tolerance=0.01,
         why="x and x2 still have 4 BTC each. The 14 other tensors now have 2 BTC each: 8 + 28. "
@@ -137,7 +137,7 @@ y     not needed""",
     ),
     4: Exercise(
         answer=24.06,
-        facts=partial(block_keeps, "cheap"),
+        facts=partial(table_of_kept_tensors, "cheap"),
         unit="BTC",
         tolerance=0.01,
         why="ln_1 and ln_2 (2 BTC each) and gelu (8 BTC) are not kept. That is a third of the "
@@ -341,7 +341,7 @@ def sections() -> dict[int, str]:
     return {int(number): section for section, number in found}
 
 
-def check(exercise: Exercise, text: str) -> int:
+def check_answer(exercise: Exercise, text: str) -> int:
     """Print the comment on the answer `text`; return the exit code. Raises MiniGPTError if `text`
     is not an answer."""
     given = exercise.read(text)
@@ -375,7 +375,7 @@ def main(argv: list[str]) -> int:
             print(solution if args.solution else section.partition("\n")[0])
         return 0
     if args.answer:
-        code = check(EXERCISES[n], " ".join(args.answer))
+        code = check_answer(EXERCISES[n], " ".join(args.answer))
     elif not (args.measure or args.solution):
         print(sections()[n])
     if args.measure:

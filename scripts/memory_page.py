@@ -47,12 +47,12 @@ from scripts.style import (
     FLAGS_NOTE,
     LEGEND,
     POLICIES,
-    describe,
+    describe_step,
     record_steps,
 )
 from trainer.flags import AUTO, output_file
 from trainer.metrics import format_bytes
-from trainer.pretrained import open_init_from
+from trainer.pretrained import read_init_from
 from trainer.settings import Settings, resolve, row
 
 SOURCE = Path(__file__).parent / "page"
@@ -82,7 +82,7 @@ def parse(argv: list[str] | None) -> PageSettings:
     """Return the resolved settings. Raises MiniGPTError."""
     about = "Write a page to explore the memory of a training step."
     typed = PageSettings.parse(argv, "python -m scripts.memory_page", f"{about} {FLAGS_NOTE}")
-    return resolve(open_init_from(typed)[1])
+    return resolve(read_init_from(typed)[1])
 
 
 class Labels:
@@ -101,7 +101,8 @@ class Labels:
         """Return the index of a storage's label; equal storages of other blocks have the same
         index."""
         texts = (
-            relative(text, storage.block_index) for text in (storage.name, storage.reason_alive)
+            block_numbers_to_offsets(text, storage.block_index)
+            for text in (storage.name, storage.reason_alive)
         )
         shape = " x ".join(f"{n:,}" for n in storage.shape) or "one number"
         dtype, line = str(storage.dtype).removeprefix("torch."), self.lines[storage.line]
@@ -110,7 +111,7 @@ class Labels:
         return self.storages[label]
 
 
-def relative(text: str, block: int | None) -> str:
+def block_numbers_to_offsets(text: str, block: int | None) -> str:
     """Replace block indices, the first numbers in names of modules, by their distance from `block`:
     "blocks.4.ln_1" in block 3 becomes "blocks.<+1>.ln_1"."""
     if block is not None:
@@ -119,7 +120,7 @@ def relative(text: str, block: int | None) -> str:
     return text
 
 
-def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
+def op_positions_by_flops(record: StepRecord) -> tuple[list[int], list[float]]:
     """Return two lists: the index of the first operator of each part of the step, and the position
     of this operator on the horizontal axis. The last entries are the end of the step.
 
@@ -138,7 +139,7 @@ def along_flops(record: StepRecord) -> tuple[list[int], list[float]]:
     return starts, x
 
 
-def along_seconds(record: StepRecord, card: Card) -> tuple[list[int], list[float]]:
+def op_positions_by_seconds(record: StepRecord, card: Card) -> tuple[list[int], list[float]]:
     """Return two lists: the index of each operator that takes time, and the operator's position on
     the horizontal axis in predicted seconds. The last entries are the end of the step."""
     op_work = record.step_memory.flops_and_bytes_by_op
@@ -146,7 +147,7 @@ def along_seconds(record: StepRecord, card: Card) -> tuple[list[int], list[float
     return [*op_work.at.tolist(), len(record.step_memory.timeline)], [0.0, *each.cumsum()]
 
 
-def trainer_flags(config: MiniGPTConfig) -> str:
+def policy_and_chunk_flags(config: MiniGPTConfig) -> str:
     """Return the trainer flags that select the policy and the chunks of `config`."""
     chunks = f" --loss-chunks {config.loss_chunks}" if config.loss_chunks else ""
     if config.mlp_chunks != 1 and recompute_plan_of_config(config).supports_mlp_chunks:
@@ -160,7 +161,7 @@ def step_data(
     """Return the numbers of one policy in the form that scripts/page/step.js reads. `words`,
     `flags`: what the policy does, and how it is selected."""
     step = record.step_memory
-    starts, x = along_seconds(record, card) if card else along_flops(record)
+    starts, x = op_positions_by_seconds(record, card) if card else op_positions_by_flops(record)
     born = [storage.born for storage in record.storages]
     ends = [-1 if s.died == math.inf else int(s.died) - s.born for s in record.storages]
     replays = np.flatnonzero(np.diff(record.replay_mask.astype(int), prepend=0, append=0))
@@ -184,19 +185,19 @@ def step_data(
     }
 
 
-def ways_data(plan: CommandPlan) -> list[list]:
+def policy_choices_data(plan: CommandPlan) -> list[list]:
     """Return [peak in bytes, cost in seconds or relative FLOPs, name, flags] of each policy that
     `auto` may choose, the cheapest first, for page.js."""
     batch_size, card = plan.settings.batch_size, plan.card
     steps = pareto_frontier(simulate_policies_fastest_first(plan.planner, batch_size, card))
     costs = [step.seconds(card) if card else step.relative_flops for step in steps]
     return [
-        [step.peak, cost, step.config.recompute, trainer_flags(step.config)]
+        [step.peak, cost, step.config.recompute, policy_and_chunk_flags(step.config)]
         for step, cost in zip(steps, costs, strict=True)
     ]
 
 
-def policies(plan: CommandPlan) -> tuple[dict[str, dict[str, Any]], str]:
+def policies_of_page(plan: CommandPlan) -> tuple[dict[str, dict[str, Any]], str]:
     """Return the policies of the page (name -> arguments of `Planner.record`), and the name of the
     policy that is shown first."""
     config = plan.config
@@ -215,7 +216,9 @@ def plan_data(plan: CommandPlan, records: dict[str, StepRecord], first: str) -> 
     budget, n = plan.memory_budget, settings.grad_accum_steps
     has_budget = card or settings.memory_budget
     about = [
-        describe(plan, f"one of {n} micro-batches of {settings.batch_size} x " if n > 1 else ""),
+        describe_step(
+            plan, f"one of {n} micro-batches of {settings.batch_size} x " if n > 1 else ""
+        ),
         f"predicted for {card.name}" if card else "predicted",
         f"tensors may take {budget}"
         if has_budget
@@ -225,11 +228,14 @@ def plan_data(plan: CommandPlan, records: dict[str, StepRecord], first: str) -> 
     if (times := int(last.flops_and_bytes_by_op.times.max())) > 1:
         about.append(f"showing three of the head's {times + 2:,} chunks")
     texts = {
-        name: (WORDS.get(name, "as it was asked for"), trainer_flags(record.step_memory.config))
+        name: (
+            WORDS.get(name, "as it was asked for"),
+            policy_and_chunk_flags(record.step_memory.config),
+        )
         for name, record in records.items()
     }
     usable = budget.bytes_within_margin if has_budget else None
-    return page_data(records, texts, first, about, card, usable, ways_data(plan))
+    return page_data(records, texts, first, about, card, usable, policy_choices_data(plan))
 
 
 def page_data(
@@ -250,7 +256,7 @@ def page_data(
         first: name of the policy that is shown first.
         about: parts of the sentence below the title.
         budget: bytes that tensors may take; None: the page shows an example.
-        ways: see `ways_data`.
+        ways: see `policy_choices_data`.
         files: files outside of this project whose lines the records name.
     """
     labels = Labels()
@@ -297,7 +303,7 @@ def write_page(file: Path, data: dict[str, Any], module: str, argv: list[str]) -
 def main(argv: list[str]) -> None:
     settings = parse(argv)
     plan = plan_for_command(settings, Layout())
-    shown, first = policies(plan)
+    shown, first = policies_of_page(plan)
     data = plan_data(plan, record_steps(plan, shown), first)
     settings.out.parent.mkdir(exist_ok=True)  # (makes out/ for the default)
     write_page(settings.out, data, "scripts.memory_page", argv)

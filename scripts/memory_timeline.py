@@ -23,7 +23,7 @@ from planner import Layout, StepMemory
 from planner.record import StepRecord
 from planner.timeline import KINDS
 from scripts import cli_main
-from scripts.memory_page import along_flops
+from scripts.memory_page import op_positions_by_flops
 from scripts.plans import CommandPlan, plan_for_command
 from scripts.style import (
     COLORS,
@@ -31,14 +31,14 @@ from scripts.style import (
     LEGEND,
     POLICIES,
     WIDTH,
-    describe,
+    describe_step,
     load_pyplot,
     record_steps,
     save_picture,
 )
 from trainer.flags import check_policy_string, output_file
 from trainer.metrics import format_bytes
-from trainer.pretrained import open_init_from
+from trainer.pretrained import read_init_from
 from trainer.settings import Settings, resolve, row
 
 PHASES = ("forward", "head", "backward")  # (the optimizer's part is too narrow for its name)
@@ -75,7 +75,7 @@ def parse(argv: list[str]) -> PictureSettings:
     typed = PictureSettings.parse(
         argv, "python -m scripts.memory_timeline", f"{about} {FLAGS_NOTE}"
     )
-    return resolve(open_init_from(typed)[1])
+    return resolve(read_init_from(typed)[1])
 
 
 def record_all(settings: PictureSettings) -> tuple[CommandPlan, dict[str, StepRecord]]:
@@ -97,26 +97,30 @@ def title(name: str, step: StepMemory) -> str:
 def draw(plt: Any, plan: CommandPlan, records: dict[str, StepRecord]) -> Any:
     """Draw the panels, one below the other, all with the same axes."""
     max_peak = max(record.step_memory.peak for record in records.values())
-    right = max(along_flops(record)[1][-1] for record in records.values())
+    right = max(op_positions_by_flops(record)[1][-1] for record in records.values())
     unit, size = ("GiB", 2**30) if max_peak >= 2**30 else ("MiB", 2**20)
     height = 1.4 * (len(records) + 1.2)
     figure, axes = plt.subplots(len(records), 1, figsize=(WIDTH, height), squeeze=False)
     for axis, (name, record) in zip(axes.flat, records.items(), strict=True):
         step = record.step_memory
-        x = np.interp(range(len(step.bytes_by_op)), *along_flops(record))
+        x = np.interp(range(len(step.bytes_after_each_op)), *op_positions_by_flops(record))
         layers = [step.timeline[:, KINDS.index(kind)] / size for kind in COLORS]
         areas = axis.stackplot(x, layers, colors=COLORS.values(), step="post", linewidth=0)
-        axis.plot(x[step.bytes_by_op.argmax()], step.peak / size, "v", color="black", markersize=6)
+        axis.plot(
+            x[step.bytes_after_each_op.argmax()], step.peak / size, "v", color="black", markersize=6
+        )
         axis.set(title=title(name, step), ylabel=unit)
         axis.set(xlim=(0, right), ylim=(0, 1.15 * max_peak / size))
-        name_phases(axis, x, step)
-    figure.suptitle(f"Memory over one training step, along its FLOPs\n{describe(plan)}, predicted")
+        label_phases(axis, x, step)
+    figure.suptitle(
+        f"Memory over one training step, along its FLOPs\n{describe_step(plan)}, predicted"
+    )
     labels = [LEGEND[kind] for kind in COLORS]
     figure.legend(areas, labels, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
-def name_phases(axis: Any, x: np.ndarray, step: StepMemory) -> None:
+def label_phases(axis: Any, x: np.ndarray, step: StepMemory) -> None:
     """Write the name of each phase below a panel, if the phase is wide enough for it."""
     ends = {name: x[[step.phase_slice(name).start, step.phase_slice(name).stop]] for name in PHASES}
     wide = {name: at for name, at in ends.items() if np.ptp(at) > NARROW * axis.get_xlim()[1]}

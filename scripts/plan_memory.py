@@ -36,23 +36,23 @@ from scripts.plan_table import (
     SLOWER,
     STEP,
     Row,
-    as_row,
-    changes,
-    cost,
+    changed_flags,
+    cost_key,
     describe_card_and_budget,
+    flags_for_seq_len,
     format_time,
     longest_sequence,
     offloads,
-    policy_table,
-    recommend,
-    search_settings,
-    with_length,
+    plan_row,
+    plans_for_each_policy,
+    recommended_plan,
+    search_fastest_plans,
 )
 from scripts.plans import CommandPlan, advice, optimizer_name, plan_for_command
 from scripts.style import about, write_json
 from trainer.flags import AUTO, number_in_range, output_file
 from trainer.plan import POLICY_FLAG
-from trainer.pretrained import open_init_from
+from trainer.pretrained import read_init_from
 from trainer.report import describe_model
 from trainer.settings import Settings, resolve, row
 
@@ -145,7 +145,7 @@ def parse(argv: list[str]) -> PlanSettings:
 
 def make_plan(typed: PlanSettings) -> CommandPlan:
     """Return the plan without recompute, from which all rows are made. Raises MiniGPTError."""
-    _, settings = open_init_from(typed)
+    _, settings = read_init_from(typed)
     settings = resolve(settings, typed.layout, typed.script).replace(**{POLICY_FLAG: "none"})
     plan = plan_for_command(settings, settings.layout)
     if plan.card and plan.layout.world_size > 1 and plan.device.type == "cuda":
@@ -188,10 +188,12 @@ def command_line(typed: PlanSettings, **changes: Any) -> str:
     return shlex.join([*start, *typed.words(**changes, **dict.fromkeys(omitted))])
 
 
-def answer(plan: CommandPlan, typed: PlanSettings, taken: CommandPlan | None) -> str:
+def describe_recommendation(
+    plan: CommandPlan, typed: PlanSettings, taken: CommandPlan | None
+) -> str:
     """Return the lines before the table: what fits, the time of the whole run, the command; or why
     nothing fits, and the cheapest change that does. `taken`: the recommended plan."""
-    data = data_of_run(plan, typed) if plan.card else {}
+    data = whole_run_data_flags(plan, typed) if plan.card else {}
     if taken is None:
         text, change = advice(plan)
         command = command_line(typed, **data, **change) if change else ""
@@ -199,17 +201,18 @@ def answer(plan: CommandPlan, typed: PlanSettings, taken: CommandPlan | None) ->
     batch = f"batch {taken.settings.batch_size:,} with {taken.policy}"
     peak = " of ".join(format_sizes([taken.peak, plan.bytes_within_margin]))
     lines = [f"fits     {batch}: {peak}; at most batch {taken.largest_batch:,}"]
-    run = whole_run(taken)
+    run = tokens_steps_and_seconds(taken)
     if run["seconds"]:
         time = format_time(run["seconds"], 1 if offloads(taken) else SLOWER)
         words = f"{run['tokens']:,} tokens, {run['steps']:,} steps"
         without = "data, evaluation" if plan.link else "data, communication, evaluation"
         lines.append(f"run      {words}: {'more than ' * offloads(taken)}{time}; without {without}")
-    return "\n".join([*lines, command_line(typed, **data, **changes(taken, plan.settings))])
+    return "\n".join([*lines, command_line(typed, **data, **changed_flags(taken, plan.settings))])
 
 
-def data_of_run(plan: CommandPlan, typed: PlanSettings) -> dict[str, Any]:
-    """Return the flags that make a command train on the tokens of `whole_run`: as many, and text of
+def whole_run_data_flags(plan: CommandPlan, typed: PlanSettings) -> dict[str, Any]:
+    """Return the flags that make a command train on the tokens of `tokens_steps_and_seconds`: as
+    many, and text of
     one's own for GPT-2's vocabulary, because Python's standard library has no billion tokens."""
     given = typed.typed.keys()
     is_default = plan.vocab_size == 50257 and not given & {"train_data", "use_toy_data"}
@@ -217,7 +220,7 @@ def data_of_run(plan: CommandPlan, typed: PlanSettings) -> dict[str, Any]:
     return text | ({} if given & {"num_steps", "num_tokens"} else {"num_tokens": "1B"})
 
 
-def whole_run(plan: CommandPlan) -> dict[str, Any]:
+def tokens_steps_and_seconds(plan: CommandPlan) -> dict[str, Any]:
     """Return the tokens, steps and seconds of the whole run. If the flags set no length, the run
     has a billion tokens, so that plans can be compared."""
     settings = plan.settings
@@ -229,12 +232,12 @@ def whole_run(plan: CommandPlan) -> dict[str, Any]:
     return {"tokens": tokens, "steps": steps, "seconds": seconds}
 
 
-def longest(table: list[CommandPlan]) -> CommandPlan | None:
+def plan_with_longest_sequence(table: list[CommandPlan]) -> CommandPlan | None:
     """Return the plan with the longest sequence, or None if none fits. If several policies reach
     this length, it has the cheapest without offload; if all of them offload, the cheapest."""
-    best = min(table, key=lambda row: (-(longest_sequence(row) or 0), offloads(row), cost(row)))
+    best = min(table, key=lambda row: (-(longest_sequence(row) or 0), offloads(row), cost_key(row)))
     length = longest_sequence(best)
-    return best.with_flags(**with_length(best.settings, length)) if length else None
+    return best.with_flags(**flags_for_seq_len(best.settings, length)) if length else None
 
 
 def print_plan(plan: CommandPlan, typed: PlanSettings, bar: tqdm) -> dict[str, Any]:
@@ -243,19 +246,19 @@ def print_plan(plan: CommandPlan, typed: PlanSettings, bar: tqdm) -> dict[str, A
     knobs, table, rows = list[CommandPlan](), list[CommandPlan](), list[Row]()
     if limit is not None and plan.state_bytes < plan.bytes_within_margin:
         if typed.all_knobs:
-            knobs = search_settings(plan)
+            knobs = search_fastest_plans(plan)
             taken = knobs[0] if knobs else None
         elif typed.longest_sequence:
-            table = policy_table(plan, None, with_nested=True)
-            taken = longest(table)
+            table = plans_for_each_policy(plan, None, with_nested=True)
+            taken = plan_with_longest_sequence(table)
         else:
-            taken = recommend(plan)
+            taken = recommended_plan(plan)
     if limit is not None:
-        bar.write(answer(plan, typed, taken) + "\n")
+        bar.write(describe_recommendation(plan, typed, taken) + "\n")
     if knobs:
-        bar.write(plan_table.format_settings(knobs) + "\n")
+        bar.write(plan_table.format_fastest_plans(knobs) + "\n")
     elif limit is None or plan.state_bytes < limit:
-        rows = [*map(as_row, table or policy_table(plan, taken, with_nested=False))]
+        rows = [*map(plan_row, table or plans_for_each_policy(plan, taken, with_nested=False))]
         bar.write(plan_table.format_table(rows, taken.policy if taken else None) + "\n")
         pinned = plan.layout.world_size * rows[-1]["host_bytes"]
         if pinned and plan.device.type != "cpu":
@@ -267,12 +270,12 @@ def print_plan(plan: CommandPlan, typed: PlanSettings, bar: tqdm) -> dict[str, A
         bar.write(plan_table.format_peak(record, record.step_memory.config.recompute) + "\n")
     if not typed.json:
         return {}
-    takes = recommend(plan) if knobs else taken
-    rows = rows or [*map(as_row, policy_table(plan, takes, with_nested=False))]
-    return results(plan, taken) | {
+    takes = recommended_plan(plan) if knobs else taken
+    rows = rows or [*map(plan_row, plans_for_each_policy(plan, takes, with_nested=False))]
+    return json_fields_of_plan(plan, taken) | {
         "takes": takes and takes.policy,
         "rows": rows,
-        "all_knobs": [*map(as_row, knobs)],
+        "all_knobs": [*map(plan_row, knobs)],
         "alive_at_peak": record and plan_table.at_peak(record),
         "alive_at_peak_of": record and record.step_memory.config.recompute,
     }
@@ -288,7 +291,7 @@ def record_step(plan: CommandPlan, typed: PlanSettings, taken: CommandPlan | Non
     return taken.planner.record(taken.settings.batch_size, recompute=taken.policy)
 
 
-def results(plan: CommandPlan, taken: CommandPlan | None) -> dict[str, Any]:
+def json_fields_of_plan(plan: CommandPlan, taken: CommandPlan | None) -> dict[str, Any]:
     """Return what the JSON file has about the whole plan. Sizes are in bytes."""
     return {
         "config": asdict(plan.config),
@@ -301,7 +304,7 @@ def results(plan: CommandPlan, taken: CommandPlan | None) -> dict[str, Any]:
         "card": plan.card and plan.card.name,
         "budget_bytes": plan.memory_budget.limit_bytes,
         "safe_bytes": plan.memory_budget.bytes_within_margin,
-        "run": whole_run(taken or replace(plan, card=None)),
+        "run": tokens_steps_and_seconds(taken or replace(plan, card=None)),
         "optimizer": plan.settings.optimizer,
         "moments_dtype": plan.settings.moments_dtype,
     }

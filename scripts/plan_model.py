@@ -46,7 +46,7 @@ from planner.timeline import KINDS
 from planner.units import format_bytes, format_sizes
 from scripts import cli_main, plan_table
 from scripts.memory_page import page_data, write_page
-from scripts.plan_table import Row, describe_card_and_budget, most_that_fit, step_row
+from scripts.plan_table import Row, describe_card_and_budget, largest_n_that_fits, step_row
 from scripts.plans import device_and_budget
 from scripts.style import about, write_json
 from trainer import flags
@@ -349,15 +349,15 @@ class ModelPlan:
     def largest_batch(self, way: str) -> int:
         """Return the largest number of sequences that fits with the margin; 0: none."""
         step, usable = self.step(way), self.budget.bytes_within_margin or 0
-        size, state, fits = step.batch_size, int(step.bytes_by_op[0]), step.peak <= usable
+        size, state, fits = step.batch_size, int(step.bytes_after_each_op[0]), step.peak <= usable
         if size == 0 or state > usable or size == 1 and not fits:
             return 0
         # With one sequence a reshape may return a view. So extrapolate from more.
         sizes = max(2, size), max(2, size) + 1
-        known = [self.step(way, n if n != size else None).bytes_by_op for n in sizes]
+        known = [self.step(way, n if n != size else None).bytes_after_each_op for n in sizes]
         if len(known[0]) != len(known[1]):  # the operators depend on the batch
             most = 2 * usable // max(1, int(known[1].max() - known[0].max()))
-            return most_that_fit(lambda n: self.step(way, n).peak, state, usable, most)
+            return largest_n_that_fits(lambda n: self.step(way, n).peak, state, usable, most)
         return max(largest_linear_batch(sizes, known, usable), size if fits else 0)
 
     def row(self, way: str) -> Row:
@@ -374,7 +374,7 @@ class ModelPlan:
             "tokens_per_s": seconds and self.micro_batches * self.n_tokens / seconds,
         }
 
-    def recommend(self) -> str | None:
+    def recommended_plan(self) -> str | None:
         """Return the cheapest way that fits with the margin; None: none fits."""
         usable = self.budget.bytes_within_margin or 0
         return next((way for way in self.ways if self.step(way).peak <= usable), None)
@@ -507,7 +507,7 @@ def main(argv: list[str]) -> None:
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     plan = plan_of(args)
     print(describe_target(plan, args) + "\n")
-    taken = plan.recommend()
+    taken = plan.recommended_plan()
     if plan.budget.limit_bytes is not None:
         print(answer(plan, args, taken) + "\n", flush=True)
     rows = [plan.row(way) for way in tqdm(plan.ways, unit="row", disable=None, leave=False)]

@@ -1,10 +1,10 @@
 """The tables of scripts/plan_memory.py: plans with different policies or flags, compared.
 
-Three searches find the plans: the table of policies (`policy_table`), the longest sequence
-(`longest_sequence`) and the fastest micro-batch (`search_settings`). `--at-peak` lists by name what
-is alive at a peak. These are hundreds of tensors. But blocks are equal, so the tensors make a few
-dozen groups (`group_name_and_kind` in planner/record.py), and the largest nine groups take most of
-the bytes.
+Three searches find the plans: the table of policies (`plans_for_each_policy`), the longest sequence
+(`longest_sequence`) and the fastest micro-batch (`search_fastest_plans`). `--at-peak` lists by name
+what is alive at a peak. These are hundreds of tensors. But blocks are equal, so the tensors make a
+few dozen groups (`group_name_and_kind` in planner/record.py), and the largest nine groups take most
+of the bytes.
 """
 
 import math
@@ -47,7 +47,7 @@ def offloads(plan: CommandPlan) -> bool:
     return plan.settings.recompute_plan.offload
 
 
-def fits_tightly(plan: CommandPlan) -> bool | None:
+def fits_without_margin(plan: CommandPlan) -> bool | None:
     """Return whether the step fits beside a CUDA context, without a margin; None: unknown."""
     budget, step = plan.memory_budget, plan.step
     if budget.bytes_beside_context is None:
@@ -58,16 +58,16 @@ def fits_tightly(plan: CommandPlan) -> bool | None:
 
 def fits_safely(plan: CommandPlan) -> bool:
     """Return whether the step fits in the budget minus the margin."""
-    return bool(fits_tightly(plan)) and plan.peak <= plan.bytes_within_margin
+    return bool(fits_without_margin(plan)) and plan.peak <= plan.bytes_within_margin
 
 
-def cost(plan: CommandPlan) -> tuple[float, float]:
+def cost_key(plan: CommandPlan) -> tuple[float, float]:
     """Return a sort key; smaller is better. With a card: (seconds, peak bytes). Without a card:
     `recomputed_flops_key`."""
     return (plan.seconds, plan.peak) if plan.card else recomputed_flops_key(plan.step)
 
 
-def changes(plan: CommandPlan, settings: Settings) -> Change:
+def changed_flags(plan: CommandPlan, settings: Settings) -> Change:
     """Return the flags of the plan that differ from `settings`, and always the policy.
     (--max-position-embeddings is compared only with --model, which sets it. Without --model it
     follows --seq-len.)"""
@@ -95,8 +95,8 @@ def step_row(step: StepMemory, name: str) -> Row:
     }
 
 
-def as_row(plan: CommandPlan) -> Row:
-    fits = fits_tightly(plan)
+def plan_row(plan: CommandPlan) -> Row:
+    fits = fits_without_margin(plan)
     return step_row(plan.step, plan.policy) | {
         "grad_accum_steps": plan.settings.grad_accum_steps,
         "fits": fits,
@@ -111,7 +111,7 @@ def as_row(plan: CommandPlan) -> Row:
 # ---- the table
 
 
-def policy_table(
+def plans_for_each_policy(
     plan: CommandPlan, taken: CommandPlan | None, with_nested: bool
 ) -> list[CommandPlan]:
     """Return the plan with each policy of `uniform_policies`, and with OFFLOAD_POLICY.
@@ -129,7 +129,7 @@ def policy_table(
     return [plan.with_policy(name) for name in names]
 
 
-def recommend(plan: CommandPlan) -> CommandPlan | None:
+def recommended_plan(plan: CommandPlan) -> CommandPlan | None:
     """Return the fastest plan that fits with the margin; None if none fits. Offload comes last,
     because no predicted time includes its copies."""
     ways = plan.with_fastest_policy(), plan.with_policy(OFFLOAD_POLICY)
@@ -141,10 +141,10 @@ def format_table(rows: list[Row], takes: str | None) -> str:
 
     A row has the keys of `step_row`, and `fits`, `fits_safely`, `largest_batch` (None: unknown),
     `seconds`, `tokens_per_s` (None: no card). If no row has a `longest_sequence_safely`, the column
-    is left out. Neighbours that offer the same choice (`same_choice`) are one line.
+    is left out. Neighbours that offer the same choice (`choice_key`) are one line.
     """
     lines = []
-    for _, group in groupby(rows, same_choice):
+    for _, group in groupby(rows, choice_key):
         row, *others = group
         names = [row["policy"], *(other["policy"] for other in others)]
         line = {
@@ -159,17 +159,17 @@ def format_table(rows: list[Row], takes: str | None) -> str:
                 "extra FLOPs>": f"{row['recomputed_flops_share']:.1%}",
             }
         else:
-            line |= estimates(row, rows[0])
+            line |= time_and_speed_cells(row, rows[0])
         tight = {True: "tight", False: "no", None: "?"}[row["fits"]]
         line["fits<"] = "yes" if row["fits_safely"] else tight
         line["largest batch>"] = "?" if row["fits"] is None else f"{row['largest_batch']:,}"
         if (longest := row.get("longest_sequence_safely")) is not None:
             line["longest sequence>"] = f"{longest:,}"
         lines.append(line)
-    return align(lines)
+    return format_columns(lines)
 
 
-def same_choice(row: Row) -> tuple:
+def choice_key(row: Row) -> tuple:
     """Return a key that is equal for rows between which nobody needs to choose: equal rows, and
     rows that do not fit with the margin, if more recompute makes neither the printed peak smaller
     nor the batch larger."""
@@ -179,7 +179,7 @@ def same_choice(row: Row) -> tuple:
     return tuple(map(row.get, keys.split()))
 
 
-def estimates(row: Row, first: Row) -> dict[str, str]:
+def time_and_speed_cells(row: Row, first: Row) -> dict[str, str]:
     """Return the cells for time and tokens/s, as ranges up to SLOWER.
 
     The first row shows its time. The other rows show how much more time they take than the first
@@ -188,15 +188,18 @@ def estimates(row: Row, first: Row) -> dict[str, str]:
     """
     more = f"{row['seconds'] / first['seconds'] - 1:+.0%}"
     if "+offload" in row["policy"]:
-        return {"time>": f"> {more}", "tokens/s>": f"< {digits(2, row['tokens_per_s'])}"}
+        return {
+            "time>": f"> {more}",
+            "tokens/s>": f"< {significant_digits(2, row['tokens_per_s'])}",
+        }
     time = format_time(row["seconds"], SLOWER) if row is first else more
-    return {"time>": time, "tokens/s>": format_speed(row["tokens_per_s"])}
+    return {"time>": time, "tokens/s>": format_speed_range(row["tokens_per_s"])}
 
 
 # ---- the longest sequence
 
 
-def with_length(settings: Settings, seq_len: int) -> Change:
+def flags_for_seq_len(settings: Settings, seq_len: int) -> Change:
     """Return the change to sequences of `seq_len` tokens.
 
     `max_position_embeddings` becomes `seq_len`. But a value that was typed or set by --model is
@@ -221,15 +224,15 @@ def longest_sequence(plan: CommandPlan) -> int | None:
     tokens = (plan.largest_batch + 1) * settings.seq_len // settings.batch_size
     typed = "max_position_embeddings" in settings.typed
     positions = settings.max_position_embeddings if typed else MAX_COUNT
-    return STEP * most_that_fit(
-        lambda n: plan.with_flags(**with_length(settings, n * STEP)).peak,
+    return STEP * largest_n_that_fits(
+        lambda n: plan.with_flags(**flags_for_seq_len(settings, n * STEP)).peak,
         plan.state_bytes,
         plan.bytes_within_margin,
         min(2 * tokens + STEP, positions) // STEP,
     )
 
 
-def most_that_fit(peak: Callable[[int], int], nothing: int, budget: int, most: int) -> int:
+def largest_n_that_fits(peak: Callable[[int], int], nothing: int, budget: int, most: int) -> int:
     """Return the largest n in 0 .. most with peak(n) <= budget.
 
     `nothing`: peak(0), which fits. The peak grows almost linearly with n, so only a few n need to
@@ -250,7 +253,7 @@ def most_that_fit(peak: Callable[[int], int], nothing: int, budget: int, most: i
 # ---- the fastest settings (--all-knobs)
 
 
-def search_settings(plan: CommandPlan) -> list[CommandPlan]:
+def search_fastest_plans(plan: CommandPlan) -> list[CommandPlan]:
     """Return the plans of the micro-batch sizes that divide the number of sequences in a step, each
     with the fastest policy that fits, the fastest plan first. Sizes that do not fit are left out,
     and so are large sizes that can only be slower, because they recompute more. (All give the same
@@ -258,19 +261,19 @@ def search_settings(plan: CommandPlan) -> list[CommandPlan]:
     sequences = plan.settings.batch_size * plan.settings.grad_accum_steps
     plans: list[CommandPlan] = []
     for size in range(1, sequences + 1):
-        if sequences % size or not plan.settings.can_sum(sequences // size):
+        if sequences % size or not plan.settings.can_sum_reproducibly(sequences // size):
             continue
         parts = {"batch_size": size, "grad_accum_steps": sequences // size}
         fastest = plan.with_flags(**parts).with_fastest_policy()
         if fastest.peak > plan.bytes_within_margin:
             break
         plans.append(fastest)
-        if size >= plan.settings.batch_size and cost(fastest) > min(map(cost, plans)):
+        if size >= plan.settings.batch_size and cost_key(fastest) > min(map(cost_key, plans)):
             break
-    return sorted(plans, key=cost)
+    return sorted(plans, key=cost_key)
 
 
-def format_settings(plans: list[CommandPlan]) -> str:
+def format_fastest_plans(plans: list[CommandPlan]) -> str:
     """Return the fastest few plans in aligned columns; ">" marks the first one."""
     lines = [
         {
@@ -280,12 +283,12 @@ def format_settings(plans: list[CommandPlan]) -> str:
             "policy<": plan.policy,
             "peak>": plan.peak,
             "time>": format_time(plan.seconds, SLOWER),
-            "tokens/s>": format_speed(plan.tokens_per_s),
+            "tokens/s>": format_speed_range(plan.tokens_per_s),
         }
         for plan in plans[:SETTINGS]
         for settings in [plan.settings]
     ]
-    return align(lines)
+    return format_columns(lines)
 
 
 # ---- the storages alive at the peak
@@ -294,10 +297,10 @@ def format_settings(plans: list[CommandPlan]) -> str:
 def at_peak(record: StepRecord) -> list[Row]:
     """Return the groups of storages that are alive at the peak, the largest first, in the form of
     the JSON file. Their bytes add up to exactly the peak."""
-    return [*map(describe, record.groups_at_peak)]
+    return [*map(describe_storage_group, record.groups_at_peak)]
 
 
-def describe(storages: list[Storage]) -> Row:
+def describe_storage_group(storages: list[Storage]) -> Row:
     """Describe a group: storages that are equal except for their block, or (for example) all
     weights. The group has at least one storage. Its shape is "12288x3072 bf16", or "" if the
     shapes differ. Its line is the one that made most of the storages; "" if they are of a kind
@@ -340,7 +343,7 @@ def format_peak(record: StepRecord, name: str) -> str:
         for group in shown
     ]
     title = f"alive at the peak of {name}: {format_bytes(peak)}"
-    return f"{title}, {record.step_memory.peak_location}\n\n{align(lines)}"
+    return f"{title}, {record.step_memory.peak_location}\n\n{format_columns(lines)}"
 
 
 # ---- Formatting
@@ -352,10 +355,10 @@ def describe_card_and_budget(
     """Return the lines of the card, if there is one, with notes on it, and of the budget."""
     lines = []
     if card:
-        flops = digits(3, card.flops[MATMUL_DTYPES.index(precision)] / 1e12)
+        flops = significant_digits(3, card.flops[MATMUL_DTYPES.index(precision)] / 1e12)
         speed = f"{flops} TFLOP/s in {str(precision).removeprefix('torch.')}"
         how = "at most" if card.memory else "measured"
-        rate = f"{digits(3, card.bytes_per_s / 1e9)} GB/s {how}"
+        rate = f"{significant_digits(3, card.bytes_per_s / 1e9)} GB/s {how}"
         lines.append(f"card     {card.name}: {speed}, {rate}; times are estimates")
         names = " or ".join(f"--card {name.replace(' ', '-')}" for name in other_sizes(card))
         lines += [f"note     also sold with another size of memory: {names}"] * bool(names)
@@ -369,7 +372,7 @@ def describe_card_and_budget(
     return [*lines, f"budget   {limit}"]
 
 
-def align(lines: Sequence[Mapping[str, str | float]]) -> str:
+def format_columns(lines: Sequence[Mapping[str, str | float]]) -> str:
     """Return lines (column name -> cell) as a table with a header. "<" at the end of a column's
     name aligns it left, ">" aligns it right. Numbers are bytes: a column of them has one unit."""
     columns = []
@@ -380,15 +383,17 @@ def align(lines: Sequence[Mapping[str, str | float]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
-def digits(n: int, x: float) -> str:
+def significant_digits(n: int, x: float) -> str:
     """Return x rounded to n significant digits, as text: "54", "6.1", "358,000"."""
     rounded = float(f"{x:.{n - 1}e}")
     return f"{rounded:,.{max(0, n - 1 - math.floor(math.log10(rounded)))}f}"
 
 
-def format_speed(tokens_per_s: float) -> str:
+def format_speed_range(tokens_per_s: float) -> str:
     """Return predicted tokens/s as a range: "14,000 to 18,000"."""
-    return f"{digits(2, tokens_per_s / SLOWER)} to {digits(2, tokens_per_s)}"
+    return (
+        f"{significant_digits(2, tokens_per_s / SLOWER)} to {significant_digits(2, tokens_per_s)}"
+    )
 
 
 def format_time(seconds: float, slower: float = 1) -> str:
@@ -398,5 +403,5 @@ def format_time(seconds: float, slower: float = 1) -> str:
     units = ((0.001, "ms", 1000), (1, "s", 90), (60, "min", 90), (3600, "h", 100))
     found = (unit for unit in units if seconds < unit[0] * unit[2])
     size, name, _ = next(found, (86400, "days", None))
-    ends = dict.fromkeys(digits(2, end / size) for end in (seconds, slower * seconds))
+    ends = dict.fromkeys(significant_digits(2, end / size) for end in (seconds, slower * seconds))
     return f"{' to '.join(ends)} {name}"

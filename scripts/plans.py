@@ -32,7 +32,7 @@ from trainer.device import (
     set_matmul_precision,
 )
 from trainer.optimizer import initial_param_state, make_param_groups
-from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG, StepPlan, card_for, vocab_size_of
+from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG, StepPlan, card_for, largest_vocab_size
 from trainer.settings import Settings, to_words
 
 ADVICE_OPS = 20_000  # the search ends after so many simulated operators
@@ -111,10 +111,10 @@ class CommandPlan(StepPlan):
         """Predicted seconds of a training step: all its micro-batches and one update."""
         assert self.card
         computing = self.step.seconds(self.card, self.settings.grad_accum_steps)
-        return computing + self.communication_seconds
+        return computing + self.exposed_communication_seconds
 
     @property
-    def communication_seconds(self) -> float:
+    def exposed_communication_seconds(self) -> float:
         """Predicted seconds in which a training step only communicates; 0: no link.
 
         Each process of N sends (N - 1) / N of the bytes of a gather, of a reduce-scatter and of an
@@ -132,7 +132,7 @@ class CommandPlan(StepPlan):
         rate = LINK_EFFICIENCY * LINKS[self.link] * n / (n - 1)
         whole = 4 * self.n_parameters
         gathered = whole // (2 if settings.gather_dtype == "bfloat16" else 1)
-        backward, all_phases = step.phase_seconds(self.card)
+        backward, all_phases = step.backward_and_total_seconds(self.card)
         if self.layout.gradients_persist:
             return max(0, 2 * whole / (1 + settings.compress_gradients) / rate - backward)
         in_blocks = 8 * config.n_layers * config.d_model * self.precision.itemsize
@@ -173,7 +173,9 @@ def plan_for_command(settings: Settings, layout: Layout) -> CommandPlan:
         set_matmul_precision(device, settings.tf32)
     precision = choose_precision(settings, device, native)
     card = card_for(settings, device) if settings.card else None
-    return CommandPlan(settings, vocab_size_of(settings), device, precision, budget, card, layout)
+    return CommandPlan(
+        settings, largest_vocab_size(settings), device, precision, budget, card, layout
+    )
 
 
 def device_and_budget(settings: Any, n: int = 1) -> tuple[torch.device, MemoryBudget, bool | None]:
@@ -209,7 +211,7 @@ def smaller_batches(settings: Settings) -> list[Change]:
     return [
         {"batch_size": size // n, "grad_accum_steps": steps * n}
         for n in range(2, size + 1)
-        if size % n == 0 and settings.can_sum(steps * n)
+        if size % n == 0 and settings.can_sum_reproducibly(steps * n)
     ]
 
 

@@ -76,7 +76,7 @@ def record_steps(
     return {name: plan.planner.record(batch_size, **memory) for name, memory in each}
 
 
-def describe(plan: CommandPlan, batch: str = "") -> str:
+def describe_step(plan: CommandPlan, batch: str = "") -> str:
     """Describe a planned step: "124M parameters, batch of 8 x 1,024 tokens, bfloat16 on a GPU"."""
     millions = plan.n_parameters / 1e6
     size = f"{millions:,.{0 if millions > 10 else 2}f}M parameters"

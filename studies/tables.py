@@ -23,12 +23,12 @@ from planner.choose import UNIFORM_POLICIES
 from scripts import cli_main
 from scripts.plan_memory import make_plan, parse
 from scripts.plan_table import (
-    as_row,
-    digits,
+    flags_for_seq_len,
     format_time,
     longest_sequence,
-    search_settings,
-    with_length,
+    plan_row,
+    search_fastest_plans,
+    significant_digits,
 )
 from scripts.plans import CommandPlan
 from scripts.style import about, write_json
@@ -115,9 +115,11 @@ def card_row(name: str) -> dict[str, Any]:
     """Return a row: the fastest settings for the largest model that trains on this card."""
     flags = f"--card {name.replace(' ', '-')} {STEP}"
     plans = (planned(f"{flags} --model {model}") for model in reversed(SHAPE_BY_MODEL))
-    found = (search_settings(plan) for plan in plans if plan.state_bytes < plan.bytes_within_margin)
+    found = (
+        search_fastest_plans(plan) for plan in plans if plan.state_bytes < plan.bytes_within_margin
+    )
     best = next(filter(None, found))[0]
-    row = as_row(best)
+    row = plan_row(best)
     return {"card": name, "model": best.settings.model} | {key: row[key] for key in SETTING}
 
 
@@ -130,7 +132,7 @@ def format_cards(rows: Rows) -> str:
             f"{row['grad_accum_steps']} x {row['batch_size']}",
             row["policy"],
             format_bytes(row["peak_bytes"]),
-            digits(3, row["tokens_per_s"]),
+            significant_digits(3, row["tokens_per_s"]),
             format_time(10**9 / row["tokens_per_s"]),
         ]
         for row in rows
@@ -162,7 +164,7 @@ def length_row(way: tuple[tuple[str, int, int], str]) -> dict[str, Any]:
     )
     row = planned(f"{flags} --longest-sequence", policy.replace("K", str(group)), clock)
     tokens = longest_sequence(row) or 0
-    then = row.with_flags(**with_length(row.settings, tokens))
+    then = row.with_flags(**flags_for_seq_len(row.settings, tokens))
     return {
         "model": model,
         "policy": policy,

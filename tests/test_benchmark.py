@@ -37,17 +37,17 @@ def test_the_measured_peak_is_the_planned_one(known_card, policy, accumulate):
 
 def test_measured_stands_beside_predicted(known_card, monkeypatch, tmp_path, capsys):
     """A row for each policy, though memory runs out with one."""
-    file, order, timed_step = tmp_path / "rows.json", [], benchmark.timed_step
+    file, order, mean_step_seconds = tmp_path / "rows.json", [], benchmark.mean_step_seconds
 
     def timed(run, n=1):
         policy = run.model.config.recompute
         if policy == "mlp":
             raise torch.OutOfMemoryError("played")
         order.append(policy)
-        timed_step(run, n)
+        mean_step_seconds(run, n)
         return [9.0, 0.5, float(len(policy))][len(order) % 3]  # three in a row: the last is between
 
-    monkeypatch.setattr(benchmark, "timed_step", timed)
+    monkeypatch.setattr(benchmark, "mean_step_seconds", timed)
     flags = "--policies none mlp selective mlp --grad-accum-steps 2 --json".split()
     assert benchmark.main([*SHAPE, *flags, str(file)]) == 0
     assert order == [*["none"] * 5, *["selective"] * 5]  # warm-up, three steps, the peak

@@ -41,8 +41,8 @@ from planner import Layout
 from scripts import evaluate, export_hf, generate, plan_memory
 from scripts.plans import plan_for_command
 from trainer.check_model import (
-    cache_is_exact,
     check_model,
+    kv_cache_is_exact,
     small_model_and_batch,
     small_step,
 )
@@ -159,7 +159,7 @@ def test_a_text_is_written_as_the_long_way_writes_it(name, change):
     """With a KV cache, token by token, if the model can: the text of a forward of all of them, each
     time."""
     change(name)
-    assert cache_is_exact(SHAPE) == (name not in ("documents", "token_shift"))
+    assert kv_cache_is_exact(SHAPE) == (name not in ("documents", "token_shift"))
     model = changed_model(name).MiniGPT(SHAPE).double().eval()
     text = prompt = torch.randint(61, (2, 5))
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_a_text_is_written_as_the_long_way_writes_it(name, change):
             parameter.normal_(std=0.3)
         for _ in range(14):  # the window slides
             text = torch.cat([text, model(text[:, -16:])[:, -1:].argmax(-1)], dim=1)
-    how = {"temperature": 0, "use_cache": cache_is_exact(SHAPE)}
+    how = {"temperature": 0, "use_cache": kv_cache_is_exact(SHAPE)}
     assert torch.equal(model.generate(prompt, 14, **how), text)
 
 

@@ -99,7 +99,7 @@ def test_a_step_equals_none_and_torch(dtype, dropout, replays):
 
 
 def test_without_gradients_it_is_a_plain_call(monkeypatch):
-    monkeypatch.setattr(lesson, "remember_conditions", None)
+    monkeypatch.setattr(lesson, "save_rng_and_autocast", None)
     with torch.no_grad():
         assert not checkpoint(small_block(0.0), torch.randn(2, 4, 16)).requires_grad
 

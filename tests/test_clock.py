@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner import CARDS, Card, roofline, this_machine, timeline
+from planner import CARDS, Card, measure_this_machine, roofline, timeline
 from planner.op_recorder import OpRecorder
 from planner.roofline import seconds_of_each_op
 
@@ -29,7 +29,7 @@ def work_of(run, *shapes, dtype=torch.float32) -> np.recarray:
             for tensor in tensors:
                 log.add_storage(tensor)
             run(*tensors)
-    return timeline.op_work_table(log.ops)
+    return timeline.op_flops_and_bytes(log.ops)
 
 
 def totals(work: np.recarray) -> tuple[float, float]:
@@ -128,11 +128,11 @@ def test_a_roofline_by_hand():
 def test_this_machine_is_measured_and_what_that_took_is_given_back(monkeypatch):
     """Else it would be missing in what is free, and be the peak of the run."""
     monkeypatch.setattr(roofline, "measure_seconds", lambda run: run() is None or 1e-3)
-    card = this_machine(seq_len=16, head_size=8)
+    card = measure_this_machine(seq_len=16, head_size=8)
     assert card.flops[0] == 2 * 1024**3 / 1e-3
     assert card.bytes_per_s == 2 * 2**26 / 1e-3 and card.launch_s == 1e-3
     gpu, asked = torch.device("cuda", 1), Mock()
     monkeypatch.setattr(roofline, "measure_card", Mock())
     monkeypatch.setattr(torch, "cuda", asked)
-    this_machine(gpu, 16, 8)
+    measure_this_machine(gpu, 16, 8)
     assert asked.mock_calls == [call.empty_cache(), call.reset_peak_memory_stats(gpu)]

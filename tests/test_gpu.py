@@ -27,7 +27,7 @@ import train_minimal
 from memory import POLICY_NAMES
 from planner import Planner
 from scripts import generate
-from scripts.benchmark import make_run, timed_step
+from scripts.benchmark import make_run, mean_step_seconds
 from scripts.plans import CommandPlan
 from trainer.clocks import make_clock
 from trainer.device import MemoryBudget, choose_precision
@@ -76,7 +76,7 @@ def plan_of(flags: str) -> Planner:
 def after(steps: int, flags: str = "", policy: str = "full", device: torch.device = DEVICE) -> Run:
     run = make_run(bench_settings(f"{flags} --batch-size 2", policy), device)
     for _ in range(steps):
-        timed_step(run)
+        mean_step_seconds(run)
     return run
 
 

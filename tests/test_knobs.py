@@ -15,7 +15,7 @@ from data.errors import MiniGPTError
 from planner import CARDS, Layout
 from scripts import plan_memory
 from scripts.plans import OTHER_WAYS, CommandPlan, advice
-from trainer.plan import card_for, plan_run, where_to_ask
+from trainer.plan import card_for, plan_memory_command, plan_run
 from trainer.process import OneProcess
 from trainer.settings import to_words
 
@@ -35,7 +35,7 @@ GIB, H100 = 2**30, CARDS["H100"]
 )
 def test_a_run_names_the_question_for_plan_memory(kind, processes):
     typed = parse(f"{SHAPE} --lr 0.1 --model gpt2 --resume")
-    said = where_to_ask(typed, Layout(kind, world_size=1 + bool(processes)))
+    said = plan_memory_command(typed, Layout(kind, world_size=1 + bool(processes)))
     command = said.removeprefix("what fits: python -m scripts.plan_memory ")
     assert command.endswith(processes) and "--resume" not in command
     asked = plan_memory.parse(command.split())
@@ -135,7 +135,7 @@ def test_all_processes_count(machine, processes, total, free, says):
 
 def test_too_little_is_one_line_with_the_knob(machine):
     """A warning where it is too little just now; the end where there is no more in all."""
-    fits = f"; {where_to_ask(parse(SHAPE), Layout())}"
+    fits = f"; {plan_memory_command(parse(SHAPE), Layout())}"
     machine(2 * peak(), peak() - 1)
     _, line = words().splitlines()
     assert line.startswith("warning  ") and " free, less a margin of " in line
@@ -162,9 +162,9 @@ def test_auto_goes_by_the_clock_of_a_card(machine):
 
 def test_all_processes_go_by_the_clock_of_the_first(machine, monkeypatch):
     machine(GIB, GIB)
-    monkeypatch.setattr("planner.cards.this_machine", lambda *what: pytest.fail("measured"))
+    monkeypatch.setattr("planner.cards.measure_this_machine", lambda *what: pytest.fail("measured"))
     # Not for this one to do.
-    monkeypatch.setattr(OneProcess, "from_rank0", lambda self, act: H100)
+    monkeypatch.setattr(OneProcess, "broadcast_from_rank0", lambda self, act: H100)
     said = words(f"{AUTO_1GIB} --card this-machine")
     assert f"the least time (predicted for H100) {FITS}" in said
 
@@ -175,7 +175,7 @@ def test_a_gpu_is_known_by_its_name(monkeypatch):
     mine = parse(f"{auto} --card this-machine --d-model 96 --n-heads 3 --seq-len 80")
     there = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=H100.memory)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device=None: there)
-    monkeypatch.setattr("planner.cards.this_machine", lambda *what: what)
+    monkeypatch.setattr("planner.cards.measure_this_machine", lambda *what: what)
     assert card_for(nothing, gpu) == H100
     assert card_for(tf32, gpu).flops == (H100.flops[1] / 2, *H100.flops[1:])
     assert card_for(t4, gpu) == card_for(t4, CPU) == CARDS["T4"]  # which has no TF32

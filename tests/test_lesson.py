@@ -119,7 +119,7 @@ def best_group(planner: Planner, policy: str, btc: dict[int, float]) -> Measured
 
 def gradients_that_wait() -> Measured:
     once, several = PLANNER.step(12), ACCUMULATING.step(3)
-    starts = [int(step.bytes_by_op[0]) for step in (once, several)]
+    starts = [int(step.bytes_after_each_op[0]) for step in (once, several)]
     # Not all memory: a smaller batch also has fewer token ids.
     before, now = (int(s.timeline[0, KINDS.index("gradients")]) for s in (once, several))
     assert now - before == sum(p.nbytes for p in PLANNER.model.parameters())

@@ -122,11 +122,13 @@ def test_predicted_peak_is_that_of_a_real_step(config, batch_size, how, lone_pro
 def test_inside_of_a_gpus_kernels(precision, each, monkeypatch):
     """While attention's backward runs: dq_accum and softmax_d; T = 32 and D = 16 are rounded up."""
     monkeypatch.setattr("planner.simulate.cublas_workspace_bytes", lambda card: 1000)
-    with_kernels = planner(CONFIG, precision, device_type="cuda").step(5, **FULL).bytes_by_op
+    with_kernels = (
+        planner(CONFIG, precision, device_type="cuda").step(5, **FULL).bytes_after_each_op
+    )
     monkeypatch.setattr("planner.simulate.kernel_workspace_bytes", lambda operator, args: 0)
     monkeypatch.setattr("planner.simulate.cublas_workspace_bytes", lambda card: 0)
     without = planner(CONFIG, precision, device_type="cuda").step(5, **FULL)
-    more = with_kernels - without.bytes_by_op - 1000
+    more = with_kernels - without.bytes_after_each_op - 1000
     assert sorted(more)[-CONFIG.n_layers - 1 :] == [0] + [each] * CONFIG.n_layers
     assert not more[: without.phase_slice("backward").start].any()
 

@@ -35,7 +35,7 @@ Made = tuple[Path, CommandPlan, dict[str, StepRecord]]
 def make(flags: str, folder: Path) -> Made:
     """A page, and what it shows: policy -> record of a step."""
     plan = plan_for_command(memory_page.parse(flags.split()), Layout())
-    settings, first = memory_page.policies(plan)
+    settings, first = memory_page.policies_of_page(plan)
     records = record_steps(plan, settings)
     file, data = folder / "page.html", memory_page.plan_data(plan, records, first)
     file.write_text(memory_page.render_page(data, "python"), "utf-8")
@@ -109,7 +109,11 @@ def drawn_shape(seed: int) -> str:
 def begins(record: StepRecord, plan: CommandPlan) -> np.ndarray:
     """(operators + 1,) where each stands on the axis."""
     card = plan.card
-    axis = memory_page.along_seconds(record, card) if card else memory_page.along_flops(record)
+    axis = (
+        memory_page.op_positions_by_seconds(record, card)
+        if card
+        else memory_page.op_positions_by_flops(record)
+    )
     return np.interp(np.arange(len(record.operator_names) + 1), *axis)
 
 
@@ -160,7 +164,7 @@ def test_the_page_says_what_the_planner_says(chromium, tmp_path, seed):
         none = cost(records["none"].step_memory)
         for said, (name, record) in zip(page.evaluate(SAID), records.items(), strict=True):
             step, peak = record.step_memory, format_bytes(record.step_memory.peak)
-            assert said["total"] == step.bytes_by_op.tolist()
+            assert said["total"] == step.bytes_after_each_op.tolist()
             assert said["x"] == pytest.approx(begins(record, plan), rel=1e-6, abs=1e-9)
             more = f"{100 * (cost(step) / none - 1):+.1f}%".replace("-", "−")
             time = f"{1000 * cost(step):.3g} ms, {more}"
@@ -183,7 +187,7 @@ def test_the_page_says_what_the_planner_says(chromium, tmp_path, seed):
 def test_along_flops(made):
     """A block's forward is as wide as its products: 2 FLOPs a weight and token, and attention."""
     record = made[-1]["none"]
-    starts, x = memory_page.along_flops(record)
+    starts, x = memory_page.op_positions_by_flops(record)
     C, F, T, V = 64, 256, 64, 512
     block = 2 * (4 * C * C + 2 * C * F) + 2 * T * C
     needed = 3 * (3 * block + 2 * V * C)
@@ -229,7 +233,7 @@ def test_the_page_is_used(chromium, made):
         assert shown(page, "#storage-title") == [alive[i].name]
         at = page.evaluate("pinned.at")
         assert (
-            f"{step.bytes_by_op[at]:,} bytes in {len(record.alive(at))} storages"
+            f"{step.bytes_after_each_op[at]:,} bytes in {len(record.alive(at))} storages"
             in (shown(page, "#alive-about")[0])
         )
         page.locator("#more").click()
@@ -241,7 +245,7 @@ def test_the_page_is_used(chromium, made):
 
         # Keys: from the peak an instant on, from the sky down to the highest storage and on
         press(page, "9", "p", "ArrowRight")
-        at = full.step_memory.bytes_by_op.argmax() + 1
+        at = full.step_memory.bytes_after_each_op.argmax() + 1
         page.evaluate("chart.cursor.storage = -1")
         for key, place in (("Up", -1), ("Up", -1), ("Down", -2), ("Down", -3), ("Up", -2)):
             press(page, f"Arrow{key}")

@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from memory import MemorySavingGPT, policies
-from memory.policies import sizes_of_chunks
+from memory.policies import mlp_chunk_sizes
 
 pytestmark = pytest.mark.usefixtures("everything_travels")
 
@@ -103,7 +103,7 @@ def test_a_trainer_has_autocasts_cache_off(tmp_path):
 @given(some.integers(1, 10**6), some.integers(1, 10**5), some.integers(0, 100))
 def test_sizes_of_chunks(n_tokens, d_ff, asked):
     """All but the last are as long; none has a few rows; there are as many as asked, or fewer."""
-    *before, last = sizes_of_chunks(n_tokens, d_ff, asked)
+    *before, last = mlp_chunk_sizes(n_tokens, d_ff, asked)
     assert sum(before) + last == n_tokens and len({*before}) <= 1
     assert all(size % 64 == 0 and last < size + 64 for size in before) and last >= min(64, n_tokens)
     assert len(before) < (asked or n_tokens)

@@ -16,7 +16,7 @@ from memory import POLICY_NAMES, offload
 from planner import Layout
 from trainer.device import MemoryBudget
 from trainer.metrics import format_bytes
-from trainer.plan import plan_run, where_to_ask
+from trainer.plan import plan_memory_command, plan_run
 from trainer.process import OneProcess
 
 
@@ -64,7 +64,7 @@ def test_the_memory_of_a_cpu_is_part_of_the_room(monkeypatch, everything_travels
     *_, words = plan_run(parse(f"{SHAPE} {FLAGS}"), 61, process, torch.float32)
     (line,) = words.splitlines()[1:]
     assert line.startswith(f"warning  each process needs {3 * X / 1024:.1f} KiB of CPU memory")
-    assert line.endswith(f"; {where_to_ask(parse(f'{SHAPE} {FLAGS}'), process.layout)}")
+    assert line.endswith(f"; {plan_memory_command(parse(f'{SHAPE} {FLAGS}'), process.layout)}")
 
 
 def test_plan_memory_says_what_offload_takes_of_a_cpu():

@@ -70,7 +70,7 @@ def of_auto(flags: str, monkeypatch) -> str | None:
 @cache
 def ways_on_the_page(model: str) -> list:
     settings = memory_page.parse(flags_of(model, 1.0).split())
-    return memory_page.ways_data(plan_for_command(settings, Layout()))
+    return memory_page.policy_choices_data(plan_for_command(settings, Layout()))
 
 
 def of_the_page(model: str, flags: str) -> str | None:

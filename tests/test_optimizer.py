@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model import MiniGPT, MiniGPTConfig
 from trainer import optimizer as optimizer_file
-from trainer.optimizer import LeanOptimizer, make_optimizer, orthogonalize
+from trainer.optimizer import AdamWAndMuon, make_optimizer, orthogonalize
 
 CPU, CUDA, MPS = map(torch.device, ("cpu", "cuda", "mps"))
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -24,7 +24,7 @@ def make(*flags: str, device: torch.device = CPU, precision: torch.dtype = FP32)
     return model, make_optimizer(model, parse("--lr=0.02", *flags), device, precision)
 
 
-def learn(steps: int, *flags: str, **settings) -> tuple[dict[str, tuple], LeanOptimizer]:
+def learn(steps: int, *flags: str, **settings) -> tuple[dict[str, tuple], AdamWAndMuon]:
     """Of each parameter what it was, its gradients step by step, and what it is."""
     model, optimizer = make(*flags, **settings)
     found = {name: (p.detach().clone(), [], p) for name, p in model.named_parameters()}
@@ -44,7 +44,7 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def test_muon_is_for_the_matrices_of_the_blocks_and_learns_faster():
-    assert type(make()[1]) is torch.optim.AdamW and type(make(SMALL)[1]) is LeanOptimizer
+    assert type(make()[1]) is torch.optim.AdamW and type(make(SMALL)[1]) is AdamWAndMuon
     assert all(make(device=device)[1].defaults["fused"] for device in (CPU, CUDA, MPS))
     assert parse("--d-model=64", MUON).lr == 0.8 / 64 == 2 * parse("--d-model=64").lr
     model, optimizer = make(MUON)

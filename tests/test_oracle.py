@@ -105,7 +105,7 @@ def start(tmp_path, *flags: str):
 
 def rows_of(batches) -> list[list[int]]:
     """All windows of a data set, as lists."""
-    ids, labels = batches.read_windows(np.arange(batches.n_windows))
+    ids, labels = batches.read_inputs_and_labels(np.arange(batches.n_windows))
     return torch.cat([ids, labels[:, -1:]], 1).tolist()
 
 

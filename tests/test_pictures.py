@@ -10,7 +10,7 @@ import pytest
 
 from planner.timeline import KINDS
 from scripts import memory_timeline, plot_metrics
-from scripts.memory_page import along_flops
+from scripts.memory_page import op_positions_by_flops
 from scripts.style import COLORS
 
 TINY = "--n-layers 2 --n-heads 2 --d-model 32 --seq-len 32 --batch-size 8 --vocab-size 997"
@@ -39,14 +39,16 @@ def test_timeline_shows_what_the_planner_counts(plt):
     assert [*records] == ["plain", "none", "cheap", "full"] and {*COLORS} == {*KINDS}
     for (name, record), axis in zip(records.items(), figure.axes, strict=True):
         step = record.step_memory
-        at = np.interp(range(len(step.timeline)), *along_flops(record))
+        at = np.interp(range(len(step.timeline)), *op_positions_by_flops(record))
         tops = step.timeline[:, [KINDS.index(kind) for kind in COLORS]].cumsum(axis=1)
         for top, layer in zip(tops.T, axis.collections, strict=True):
             # All its edges are there, at the right place and height (in KiB: MiB are too coarse).
             drawn = {(round(x, 6), round(y * 1024)) for x, y in layer.get_paths()[0].vertices}
             assert {(round(x, 6), round(y / 1024)) for x, y in zip(at, top, strict=True)} <= drawn
         (marker,) = axis.lines
-        assert marker.get_xydata().tolist() == [[at[step.bytes_by_op.argmax()], step.peak / MIB]]
+        assert marker.get_xydata().tolist() == [
+            [at[step.bytes_after_each_op.argmax()], step.peak / MIB]
+        ]
         title = axis.get_title(loc="left")
         assert title.startswith(f"{name}: ") and f"Peak {step.peak / MIB:.1f} MiB" in title
         for words, x in zip(axis.get_xticklabels(), axis.get_xticks(), strict=True):

@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts import plan_memory
-from scripts.plan_table import STEP, changes, most_that_fit, search_settings, with_length
+from scripts.plan_table import (
+    STEP,
+    changed_flags,
+    flags_for_seq_len,
+    largest_n_that_fits,
+    search_fastest_plans,
+)
 from scripts.plans import OTHER_WAYS, CommandPlan
 from trainer.settings import to_words
 
@@ -46,7 +52,7 @@ def test_most_that_fit(slope, more, most, budget):
 
     wanted = max(n for n in range(most + 1) if peak(n) <= budget)
     tried.clear()
-    assert most_that_fit(peak, 100, budget, most) == wanted
+    assert largest_n_that_fits(peak, 100, budget, most) == wanted
     assert len(tried) == len(set(tried)) <= (14 if more(50) else 4)
 
 
@@ -61,7 +67,7 @@ def test_the_longest_sequence_of_each_row():
     for row in answer.json["rows"]:
         longest, plan = row["longest_sequence_safely"], plain.with_policy(row["name"])
         fits, more = (
-            plan.with_flags(**with_length(plan.settings, longest + n)).peak for n in (0, STEP)
+            plan.with_flags(**flags_for_seq_len(plan.settings, longest + n)).peak for n in (0, STEP)
         )
         assert fits <= limit < more and longest % STEP == 0 and longest > 0
         lengths.append(longest)
@@ -83,8 +89,8 @@ def test_the_longest_sequence_of_each_row():
 )
 def test_the_flags_of_a_length(flags, length, words):
     plan = plan_memory.make_plan(plan_memory.parse([*flags.split(), "--use-toy-data"]))
-    wanted = with_length(plan.settings, length)
-    change = changes(plan.with_flags(**wanted), plan.settings)
+    wanted = flags_for_seq_len(plan.settings, length)
+    change = changed_flags(plan.with_flags(**wanted), plan.settings)
     assert " ".join(to_words(change)).removesuffix(NONE).strip() == words
     found = parse(f"{flags} {words}")
     assert found.seq_len == length <= found.max_position_embeddings
@@ -116,7 +122,7 @@ SLOW = [pytest.param(share, marks=pytest.mark.slow) for share in (-0.01, 0.0, 0.
 def test_the_fastest_of_all_is_found(peaks, share):
     least, most = peaks
     one = asked(least + share * (most - least))
-    found, every, sizes = search_settings(one), {}, (1, 2, 3, 4, 6, 12)
+    found, every, sizes = search_fastest_plans(one), {}, (1, 2, 3, 4, 6, 12)
     for size in sizes:
         fastest = dealt(one, size).with_fastest_policy()
         if fastest.peak <= one.bytes_within_margin:
@@ -132,7 +138,7 @@ def test_the_fastest_of_all_is_found(peaks, share):
 def test_reproducible_sums_are_of_powers_of_two(peaks):
     one = asked(sum(peaks) / 2)
     any_number, powers = (
-        {way.settings.grad_accum_steps for way in search_settings(plan)}
+        {way.settings.grad_accum_steps for way in search_fastest_plans(plan)}
         for plan in (one, one.with_flags(reproducible_sums=True))
     )
     assert powers == {n for n in any_number if n.bit_count() == 1} != any_number

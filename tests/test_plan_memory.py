@@ -14,18 +14,18 @@ from model import MLP
 from planner import CARDS, KINDS, Planner
 from planner.choose import UNIFORM_POLICIES
 from planner.roofline import LINKS
-from planner.shards import gathered_bytes
+from planner.shards import root_group_bytes
 from planner.units import format_bytes, format_sizes
 from scripts import plan_memory
 from scripts.plan_table import (
-    as_row,
-    cost,
-    digits,
-    format_speed,
+    choice_key,
+    cost_key,
+    format_speed_range,
     format_table,
     format_time,
-    recommend,
-    same_choice,
+    plan_row,
+    recommended_plan,
+    significant_digits,
 )
 from scripts.plans import OTHER_WAYS
 from trainer.device import MemoryBudget
@@ -65,7 +65,7 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
     mix = [name for name in answer.rows if ":" in name]
     assert bool(mix) == (takes is None)
     assert [n for n in answer.rows if n not in mix] == [*policies, "full+offload"]
-    shown = (next(rows) for _, rows in groupby(answer.json["rows"], same_choice))
+    shown = (next(rows) for _, rows in groupby(answer.json["rows"], choice_key))
     for row, line in zip(shown, answer.table[1:], strict=True):
         plan = plain.with_policy(row["name"])
         step = plan.step
@@ -84,7 +84,9 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
         assert re.search(f"  {word} +{row['largest_batch']:,}$", line)
         if plan.card:
             assert row["seconds"] == pytest.approx(plan.seconds, rel=1e-9)
-            least, most = (digits(2, row["tokens_per_s"] / slower) for slower in (1.25, 1))
+            least, most = (
+                significant_digits(2, row["tokens_per_s"] / slower) for slower in (1.25, 1)
+            )
             # No clock knows the copies of offload
             assert f"  {'<' if 'offload' in row['name'] else f'{least} to'} {most}  {word} " in line
             assert row["tokens_per_s"] == pytest.approx(sequences * 32 / plan.seconds)
@@ -102,11 +104,11 @@ def test_what_is_offloaded_is_recommended_last():
     deep = "--n-layers 4"
     peaks = ask(f"{deep} --device cuda").peaks
     plain = question(f"{deep} {budget_for(peaks['full'])}")
-    assert cost(plain.with_policy("cheap+offload")) < cost(plain.with_policy("full"))
-    assert "offload" not in recommend(plain).policy
+    assert cost_key(plain.with_policy("cheap+offload")) < cost_key(plain.with_policy("full"))
+    assert "offload" not in recommended_plan(plain).policy
     between = question(f"{deep} {budget_for((peaks['full'] + peaks['full+offload']) / 2)}")
-    assert recommend(between).policy == "full+offload"
-    assert recommend(question(f"{deep} {budget_for(peaks['full+offload'] - 9)}")) is None
+    assert recommended_plan(between).policy == "full+offload"
+    assert recommended_plan(question(f"{deep} {budget_for(peaks['full+offload'] - 9)}")) is None
 
 
 def test_the_extra_flops_are_those_of_a_changed_mlp(monkeypatch):
@@ -117,7 +119,7 @@ def test_the_extra_flops_are_those_of_a_changed_mlp(monkeypatch):
         monkeypatch.setattr(MLP, "up_project", up_project)
         plan = question("--device cuda").with_policy("full")
         extra.append(
-            as_row(plan)["recomputed_flops_share"] * plan.step.needed_and_replayed_flops[0]
+            plan_row(plan)["recomputed_flops_share"] * plan.step.needed_and_replayed_flops[0]
         )
     blocks, tokens, weights = 2, BATCH * 32, 16 * 64
     assert extra[1] - extra[0] == pytest.approx(2 * blocks * tokens * weights)
@@ -177,7 +179,7 @@ def test_what_the_state_settles_is_answered_before_a_step(capsys, monkeypatch, b
     """Of other flags only the state is named, and each fits: no step is simulated for them."""
     asked = []
     monkeypatch.setattr(Planner, "step", lambda *given, **memory: asked.append(memory))
-    monkeypatch.setattr(plan_memory, "as_row", lambda plan: {"host_bytes": 0})
+    monkeypatch.setattr(plan_memory, "plan_row", lambda plan: {"host_bytes": 0})
     monkeypatch.setattr("scripts.plan_table.format_table", lambda *given: "the table")
     flags = "--model gpt2-xl --device cuda".split()
     assert plan_memory.main([*flags, "--memory-budget", budget]) == 0
@@ -197,7 +199,7 @@ def test_the_state_is_that_of_the_step():
     """Counted on a model without memory, and by the simulation."""
     for flags in ("", "--optimizer muon --moments-dtype bfloat16", "--nproc-per-node 3 --fsdp"):
         plan = question(f"--device cuda {flags}")
-        at_start, gathered = plan.step.timeline[0], gathered_bytes(plan.meta_model, 3)
+        at_start, gathered = plan.step.timeline[0], root_group_bytes(plan.meta_model, 3)
         kept = sum(at_start[KINDS.index(kind)] for kind in ("parameters", "optimizer"))
         rows = sum(p.nbytes for p in plan.planner.local_model.parameters())
         assert plan.state_bytes == kept + rows + gathered * (plan.layout.shard_degree > 1)
@@ -277,12 +279,12 @@ def test_the_vocabulary_is_known_without_data(flags, vocabulary, added):
     settings = plan_memory.parse(flags.split())
     plan = plan_memory.make_plan(settings)
     assert plan.vocab_size == plan.config.vocab_size == vocabulary and plan.policy == "none"
-    assert " ".join(to_words(plan_memory.data_of_run(plan, settings))) == added
+    assert " ".join(to_words(plan_memory.whole_run_data_flags(plan, settings))) == added
 
 
 def test_this_machine_is_measured(monkeypatch):
     mine = replace(CARDS["H100"], memory=0)
-    monkeypatch.setattr("planner.cards.this_machine", lambda *what: mine)
+    monkeypatch.setattr("planner.cards.measure_this_machine", lambda *what: mine)
     typed = plan_memory.parse(["--card=This machine", "--device=cpu"])
     plan = plan_memory.make_plan(typed)
     assert plan.card is mine and plan.device.type == "cpu" and plan.memory_budget.is_free
@@ -319,10 +321,11 @@ def test_the_whole_run(flags, tokens, steps, words):
         format_time: {0.0016: "1.6 ms", 0.99: "990 ms", 20: "20 s", 91: "1.5 min", 1500: "25 min",
                        5399: "90 min", 5401: "1.5 h", 61_000: "17 h", 359_000: "100 h",
                        450_000: "5.2 days", 10**8: "1,200 days"},
-        (lambda x: digits(2, x)): {0.0054: "0.0054", 4.0: "4.0", 9.96: "10", 358_123: "360,000"},
-        (lambda x: digits(3, x)): {0.0054: "0.00540", 9.96: "9.96", 54: "54.0"},
+        (lambda x: significant_digits(2, x)): {0.0054: "0.0054", 4.0: "4.0", 9.96: "10",
+                                               358_123: "360,000"},
+        (lambda x: significant_digits(3, x)): {0.0054: "0.00540", 9.96: "9.96", 54: "54.0"},
         (lambda x: format_time(x, 1.25)): {0.02: "20 to 25 ms", 88: "88 to 110 s"},
-        format_speed: {17_700: "14,000 to 18,000"},
+        format_speed_range: {17_700: "14,000 to 18,000"},
         (lambda x: " ".join(format_sizes([x, 5 * GIB]))): {0: "0.0 GiB 5.0 GiB",
              300 * 2**20: "0.3 GiB 5.0 GiB", 100 * 2**20: "100.0 MiB 5,120.0 MiB"},
         byte_count: {"8GiB": 2**33, "8gib": 2**33, "1.5 MiB": 3 * 2**19, "8GB": 8 * 10**9,
@@ -344,7 +347,7 @@ def test_the_time_of_communication_is_that_of_its_bytes_over_the_link(flag, time
     weights = 4 * plan.n_parameters
     exchanged = 8 * 2 * 16 * 2 * BATCH * 16 * (flag == "--sp")  # bfloat16
     expected = (times * weights + exchanged) / 2 / 0.8
-    assert plan.communication_seconds == pytest.approx(expected, rel=1e-3)
-    assert plan.seconds == plan.step.seconds(plan.card) + plan.communication_seconds
+    assert plan.exposed_communication_seconds == pytest.approx(expected, rel=1e-3)
+    assert plan.seconds == plan.step.seconds(plan.card) + plan.exposed_communication_seconds
     fast = question(f"--card H100 --nproc-per-node 2 {flag}")
-    assert fast.link == "nvlink" and fast.communication_seconds < 1e-3
+    assert fast.link == "nvlink" and fast.exposed_communication_seconds < 1e-3

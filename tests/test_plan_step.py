@@ -126,7 +126,9 @@ def test_a_model_by_hand(recompute, returns, precision, make):
     before, head, after = ((phase, None) for phase in ("forward", "head", "backward"))
     update = ("optimizer", None)
     assert [*stretches] == [before, *forward, head, *backward[::-1], after, update]
-    assert (step.timeline >= 0).all() and step.bytes_by_op[-1] >= step.bytes_by_op[0]
+    assert (step.timeline >= 0).all() and step.bytes_after_each_op[-1] >= step.bytes_after_each_op[
+        0
+    ]
     if recompute == "full" and precision == "fp32":
         assert step.kept_per_block == B * T * C * 4  # its input
 
@@ -220,7 +222,7 @@ def test_cuda_updates_all_weights_at_once_if_nothing_fuses_it():
         return plan_step(model, X, make, device_type=device_type)
 
     def update(step: StepMemory) -> int:
-        return step.bytes_by_op[step.phase_slice("optimizer")].max()
+        return step.bytes_after_each_op[step.phase_slice("optimizer")].max()
 
     told, fused = plan("cuda"), plan("cuda", fused=True)
     assert update(told) == update(plan("cuda", foreach=True)) > update(plan("cpu"))

@@ -121,7 +121,7 @@ def test_near_its_limit_a_run_plans_before_its_first_step(budget, planned, tmp_p
     assert run.model.config.recompute == "none" and (len(run.plans) > 1) == planned
     if planned:
         monkeypatch.setattr("trainer.plan.make_planner", raising(MemoryError()))
-    assert len([*plans_to_try([run.plans[0], *(run.plans[1:] or run.plans[0].deeper())])]) > 1
+    assert len([*plans_to_try([run.plans[0], *(run.plans[1:] or run.plans[0].deeper_plans())])]) > 1
 
 
 @pytest.mark.parametrize("way", ["none", "cheap", "selective"])

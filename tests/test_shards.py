@@ -230,7 +230,7 @@ def test_plan_memory_plans_shards(kind, n, replicas, said):
 
 
 def test_the_update_of_shards_is_planned_as_it_runs():
-    """A DTensor is updated by LeanOptimizer, which calls the kernel for each weight. A planned
+    """A DTensor is updated by AdamWAndMuon, which calls the kernel for each weight. A planned
     update stands for those of all weights of a shape."""
     for flags, sharded in (("", False), ("--fsdp --nproc-per-node 2", True)):
         plan = question(f"--device cuda {flags}")

@@ -27,8 +27,8 @@ from trainer.resume import load_newest
 from trainer.snapshot import (
     SaveError,
     SnapshotError,
-    claim,
     files_of_run,
+    lock_run_files,
     read_snapshot,
     rename_older_run,
     save_snapshot,
@@ -115,11 +115,11 @@ def test_second_run_on_the_same_files_is_refused(tmp_path, capsys):
 def test_a_snapshot_that_changes_while_a_run_is_set_up(path):
     """The run before was still at its last save: to go on from the one before would drop that."""
     save_snapshot(path, state(1))
-    claim(path, load_newest(path)).close()
+    lock_run_files(path, load_newest(path)).close()
     resumed = load_newest(path)
     save_snapshot(path, state(2))
     with pytest.raises(SnapshotError, match="another run was still at"):
-        claim(path, resumed)
+        lock_run_files(path, resumed)
 
 
 # ---- The name

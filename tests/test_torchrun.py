@@ -23,7 +23,7 @@ from harness.runs import TINY, metrics, parse, same, snapshot, start_together, t
 
 from data.errors import MiniGPTError
 from planner import Layout
-from trainer.build import facts, raise_if_ranks_differ
+from trainer.build import facts_that_must_agree, raise_if_ranks_differ
 from trainer.device import MemoryBudget
 from trainer.plan import plan_run
 from trainer.process import OneProcess
@@ -244,7 +244,7 @@ def test_the_smallest_budget_counts(monkeypatch, theirs, policy):
 
 def of(*flags: str, precision=torch.float32, device=CPU, step=None) -> dict[str, object]:
     resumed = LoadedSnapshot({"step": step, "run": "0123456789"}, Path("run.pt")) if step else None
-    return facts(parse(*TINY, *flags), OneProcess(device), precision, resumed)
+    return facts_that_must_agree(parse(*TINY, *flags), OneProcess(device), precision, resumed)
 
 
 SAME = "all processes must have the same"

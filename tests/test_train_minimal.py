@@ -227,7 +227,7 @@ def test_a_clock_counts_the_seconds_of_training(monkeypatch):
         with clock.paused("save"):  # does not count
             now.s += 50
         now.s += 1
-        assert clock.end_interval() == 8 == clock.training_seconds()
+        assert clock.pop_mean_step_seconds() == 8 == clock.training_seconds()
 
 
 # ---- How matmuls round, and how fast they can be then

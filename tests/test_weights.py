@@ -32,12 +32,17 @@ from data.errors import MiniGPTError
 from data.tokenizer import load_tokenizer
 from model import MiniGPTConfig
 from scripts import evaluate, export_hf, generate
-from trainer.build import build_run, choose_start, facts, raise_if_ranks_differ
+from trainer.build import (
+    build_run,
+    choose_settings_and_origin,
+    facts_that_must_agree,
+    raise_if_ranks_differ,
+)
 from trainer.pretrained import (
     TRANSFORMERS_TO_MINIGPT,
     load_model_and_tokenizer,
-    open_pretrained,
     read_config,
+    read_pretrained,
     renamed_and_transposed,
 )
 from trainer.process import OneProcess
@@ -210,7 +215,7 @@ def test_what_older_folders_hold_besides(tmp_path):
 def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     """And does not, if another process has other weights."""
     argv = [*TINY[N_MODEL:], f"--checkpoint-path={tmp_path}/run.pt", f"--init-from={folder}", text]
-    run = build_run(*choose_start(typed(*argv), OneProcess.from_settings))
+    run = build_run(*choose_settings_and_origin(typed(*argv), OneProcess.from_settings))
     assert same(run.model.state_dict(), load_model_and_tokenizer(folder, CPU)[0].state_dict())
     assert (run.step, run.settings.seq_len, run.data.tokenizer.vocab_size) == (0, 32, 257)
     assert run.model.config.dropout == 0.1 and not run.optimizer.state  # the run's own
@@ -222,7 +227,9 @@ def test_a_run_starts_from_a_folder(folder, text, tmp_path, capsys):
     paths = (folder, folder, write_folder(tmp_path / "other", tensors))
     common = (run.settings, run.process, run.precision)
     with pytest.raises(MiniGPTError, match="--init-from: rank 0 has .*, rank 2 has .*the same"):
-        raise_if_ranks_differ([facts(*common, open_pretrained(path)) for path in paths])
+        raise_if_ranks_differ(
+            [facts_that_must_agree(*common, read_pretrained(path)) for path in paths]
+        )
 
 
 def test_a_run_starts_from_a_snapshot(run, text, tmp_path, capsys):

@@ -38,20 +38,20 @@ from .metrics import (
     open_metrics,
 )
 from .optimizer import make_optimizer
-from .plan import StepPlan, plan_run, vocab_size_of
-from .pretrained import Pretrained, SnapshotOrPretrained, open_init_from
+from .plan import StepPlan, largest_vocab_size, plan_run
+from .pretrained import Pretrained, SnapshotOrPretrained, read_init_from
 from .process import OneProcess
 from .report import describe_result, describe_run, resume_command, sample_text
 from .run import Run, make_scaler
-from .settings import ROWS, Rule, Settings, names_with, resolve
+from .settings import ROWS, Rule, Settings, flags_with_rule, resolve
 from .shutdown import describe_error
 from .snapshot import (
     LoadedSnapshot,
     State,
     check_path,
     check_shapes,
-    claim,
     files_of_run,
+    lock_run_files,
     rename_older_run,
     sibling_path,
     unused_path,
@@ -71,13 +71,13 @@ def run_safely(
     """
     run = None
     try:
-        run = build_run(*choose_start(settings, make_process))
+        run = build_run(*choose_settings_and_origin(settings, make_process))
         # Unlock after the run, because this process may start another run.
         with run.held_lock or nullcontext():
             code = train_and_report(run, train)
             # If a process of torchrun ends, torchrun signals the others and their children, such as
             # wandb's, so all wait for the log of rank 0.
-            run.process.from_rank0(finish_wandb)
+            run.process.broadcast_from_rank0(finish_wandb)
             return code
     except KeyboardInterrupt:
         print("\nstopped; --resume continues from the last snapshot, if any", file=sys.stderr)
@@ -122,7 +122,7 @@ def train_and_report(run: Run, train: Callable[[Run], dict[str, Any]]) -> int:
     return 0
 
 
-def choose_start(
+def choose_settings_and_origin(
     settings: Settings, make_process: MakeProcess
 ) -> tuple[Settings, OneProcess, SnapshotOrPretrained]:
     """Return the settings of the run that the command line describes, its process, and the snapshot
@@ -147,7 +147,7 @@ def choose_start(
             settings = resume.with_saved_flags(settings, resumed)
     origin: SnapshotOrPretrained = resumed
     if resumed is None:
-        origin, settings = open_init_from(settings)
+        origin, settings = read_init_from(settings)
     settings = resolve(settings, process.layout, process.script)
     if settings.mlp_chunks != 1 and not settings.recompute_plan.supports_mlp_chunks:
         process.print0(
@@ -190,7 +190,7 @@ def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrai
     model = make_model_without_memory(config, process.make_model)
     if resumed is not None:
         check_shapes(resumed.path, resumed.state["model"], model.state_dict())
-        resume.check_resumable(resumed.state, metadata, resumed.path)
+        resume.check_data_unchanged(resumed.state, metadata, resumed.path)
     check = partial(check_model, model, process, precision)
     if process.layout.sp_degree > 1:
         check()  # the ranks compute together, so one that fails must end, not wait for the others
@@ -199,7 +199,7 @@ def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrai
     if settings.compile:
         process.run_on_all_ranks(lambda: check_compiler(device))
     held_lock = process.run_on_all_ranks(
-        lambda: claim(settings.checkpoint_path, resumed) if process.rank == 0 else None
+        lambda: lock_run_files(settings.checkpoint_path, resumed) if process.rank == 0 else None
     )
     allocate_and_fill(model, settings, process, origin)
     optimizer = make_optimizer(model, settings, device, precision)
@@ -261,10 +261,14 @@ def load_data_and_plan(
     Raises as `build_run`.
     """
     process.init_process_group()  # before this call the processes cannot communicate
-    raise_if_ranks_differ(process.all_gather_object(facts(settings, process, precision, origin)))
+    raise_if_ranks_differ(
+        process.all_gather_object(facts_that_must_agree(settings, process, precision, origin))
+    )
     path, resuming = settings.checkpoint_path, isinstance(origin, LoadedSnapshot)
-    process.from_rank0(lambda: check_path(path, resuming))
-    vocab_size = process.run_on_all_ranks(lambda: vocab_size_of(settings, tokenizer_of(origin)))
+    process.broadcast_from_rank0(lambda: check_path(path, resuming))
+    vocab_size = process.run_on_all_ranks(
+        lambda: largest_vocab_size(settings, tokenizer_of(origin))
+    )
     with process.showing_message("predicting the memory of a step"):
         policy, plans, words = plan_run(settings, vocab_size, process, precision)
     data = process.run_on_all_ranks(lambda: load_run_data(settings, process, origin))
@@ -277,7 +281,7 @@ def load_data_and_plan(
     return data, replace(config, recompute=policy), plans, words
 
 
-def facts(
+def facts_that_must_agree(
     settings: Settings,
     process: OneProcess,
     precision: torch.dtype,
@@ -355,7 +359,7 @@ def load_run_data(
 ) -> Dataset:
     """Return the data that the flags of the group "data" describe, encoded with the tokenizer of
     `origin` if it has one. Raises DataError."""
-    flags = {name: getattr(settings, name) for name in (*names_with(Rule.DATA), "data_seed")}
+    flags = {name: getattr(settings, name) for name in (*flags_with_rule(Rule.DATA), "data_seed")}
     return load_dataset(**flags, tokenizer=tokenizer_of(origin), say=process.print0)
 
 
@@ -368,7 +372,7 @@ def make_snapshot_metadata(
 ) -> State:
     """Return the part of a snapshot that identifies its run: plain types only, no tensors."""
     # Absolute paths, because --resume may run in another folder.
-    paths: dict[str, Any] = {name: None for name in names_with(Rule.THIS_START)}
+    paths: dict[str, Any] = {name: None for name in flags_with_rule(Rule.THIS_START)}
     for name in ("train_data", "val_data"):
         paths[name] = [os.path.abspath(path) for path in getattr(settings, name) or ()] or None
     paths["init_from"] = settings.init_from and os.path.abspath(settings.init_from)
@@ -400,6 +404,6 @@ def restored_progress(
     state, path = resumed.state, settings.checkpoint_path
     if process.rank == 0 and resumed.path != path and os.path.lexists(path):
         os.replace(path, unused_path(path, ".damaged"))
-    other_windows = "eval_tokens" in resume.changes(state, metadata)
+    other_windows = "eval_tokens" in resume.changed_flags(state, metadata)
     best = math.inf if other_windows else state["best_val_loss"]
     return {"step": state["step"], "saved_step": state["step"], "best_val_loss": best}

@@ -97,7 +97,7 @@ def check_model(model: MiniGPT, process: OneProcess, precision: torch.dtype) -> 
     backend = sdpa_kernel(SDPBackend.MATH) if on_gpu else nullcontext()
     rng = torch.random.fork_rng([process.device] if on_gpu else [])
     with rng, torch.enable_grad(), backend:
-        with BranchesOnTensors() as branches:
+        with TensorBranchDetector() as branches:
             config, alone = small_config_and_reference(model.config)
         saving, plain = partial(small_step, MemorySavingGPT), replace(config, **PLAIN)
         second = small_step(MiniGPT, plain, batches=[1])["loss 1"]
@@ -197,7 +197,7 @@ def check_shared_sequence(process: OneProcess, plain: MiniGPTConfig) -> None:
     )
 
 
-class BranchesOnTensors(TorchFunctionMode):
+class TensorBranchDetector(TorchFunctionMode):
     """Context that notes in `seen` whether Python asks if a tensor is true, as `if` does."""
 
     seen = False
@@ -261,7 +261,7 @@ def with_few_channels(config: MiniGPTConfig) -> MiniGPTConfig:
 
 
 @torch.no_grad()
-def cache_is_exact(config: MiniGPTConfig) -> bool:
+def kv_cache_is_exact(config: MiniGPTConfig) -> bool:
     """Return whether a small model computes the same logits with a KV cache, token by token, as
     without. It does not if a changed model.py mixes tokens outside of `Attention.attend`."""
     few = replace(config, vocab_size=min(N_IDS, config.vocab_size), max_position_embeddings=8)
@@ -292,7 +292,7 @@ def small_step(
     model, *rows = small_model_and_batch(make, config, device, dtype)
     for weight in model.parameters() if weights_are_zero else ():
         weight.data.zero_()
-    results, amp, others = TensorByName(), precision != FLOAT32, other_random_states()
+    results, amp, others = TensorByName(), precision != FLOAT32, python_and_numpy_rng()
     for i in batches:
         ids, labels = (tensor.roll(i, 1) for tensor in rows)
         torch.manual_seed(i)
@@ -300,7 +300,7 @@ def small_step(
             loss = model(ids, labels)
         loss.backward()
         results[f"loss {i}"] = loss.detach()
-    if other_random_states() != others:
+    if python_and_numpy_rng() != others:
         raise MiniGPTError(
             "model.py: forward draws random numbers of Python or numpy, whose state no snapshot "
             "has: draw torch's"
@@ -310,7 +310,7 @@ def small_step(
     return results | {"what torch draws next": torch.rand((), device=device)}
 
 
-def other_random_states() -> bytes:
+def python_and_numpy_rng() -> bytes:
     """Return the states of the random number generators of Python and numpy."""
     return pickle.dumps((random.getstate(), numpy.random.get_state()))
 

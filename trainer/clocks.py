@@ -97,7 +97,7 @@ class StepClock:
         """Return the seconds of training so far."""
         return time.perf_counter() - self.start - self.paused_seconds
 
-    def end_interval(self) -> float:
+    def pop_mean_step_seconds(self) -> float:
         """Return the mean training seconds per step since the last call."""
         steps, seconds = self.last_interval
         self.last_interval = self.steps, self.training_seconds()

@@ -165,7 +165,7 @@ def free_and_total_memory(
     if device.type == "mps":
         total = torch.mps.recommended_max_memory()
         return total - torch.mps.driver_allocated_memory(), total
-    machine = read_numbers(f"{root}/proc/meminfo")
+    machine = read_kernel_numbers(f"{root}/proc/meminfo")
     if "MemAvailable" not in machine:
         return None, None
     free, total = 1024 * machine["MemAvailable"], 1024 * machine["MemTotal"]
@@ -176,7 +176,7 @@ def free_and_total_memory(
         folder = f"{root}/sys/fs/cgroup/{name}"
         limit = read_or_empty(f"{folder}/memory.max").strip()
         if limit.isdigit():  # (not "max")
-            cached = read_numbers(f"{folder}/memory.stat").get("inactive_file", 0)
+            cached = read_kernel_numbers(f"{folder}/memory.stat").get("inactive_file", 0)
             used = int(read_or_empty(f"{folder}/memory.current") or 0) - cached
             free, total = min(free, max(0, int(limit) - used)), min(total, int(limit))
     return free, total
@@ -187,7 +187,7 @@ def read_or_empty(path: str) -> str:
     return Path(path).read_text() if os.access(path, os.R_OK) else ""
 
 
-def read_numbers(path: str) -> dict[str, int]:
+def read_kernel_numbers(path: str) -> dict[str, int]:
     """Return the numbers in a file of the kernel, each by the name that begins its line."""
     lines = re.findall(r"^(\w+):? +(\d+)", read_or_empty(path), re.MULTILINE)
     return {name: int(number) for name, number in lines}

@@ -114,7 +114,7 @@ def card_name(text: str) -> str:
     """Return the card's name in CARDS, or THIS_MACHINE (argparse type). For the text "list", print
     a table of the cards and end, as --help does."""
     if text == "list":
-        print(list_cards())
+        print(format_card_table())
         sys.exit()
     try:
         return canonical_card_name(text)
@@ -122,7 +122,7 @@ def card_name(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def list_cards() -> str:
+def format_card_table() -> str:
     """Return a table of CARDS: memory, peak rate of matrix products in the faster one of bfloat16
     and float16, peak bandwidth of the memory."""
     lines = [

@@ -1,7 +1,7 @@
 """Make the optimizer of a run, update weights, skip non-finite updates, restore saved moments.
 
 For AdamW with float32 moments this file uses torch's own class, which stores 8 bytes per parameter
-besides the weight and the gradient. No recompute policy can free these bytes, but `LeanOptimizer`
+besides the weight and the gradient. No recompute policy can free these bytes, but `AdamWAndMuon`
 stores fewer per parameter, or only this process's shard of them.
 """
 
@@ -63,7 +63,7 @@ def make_optimizer(
     # 2024). But some hardware only emulates it, so they follow the model's matmuls.
     products = torch.bfloat16 if precision == torch.bfloat16 else torch.float32
     lanes = PADDING_MULTIPLE if device.type == "cpu" else 1
-    return LeanOptimizer(groups, settings.lr, lanes, moments, products)
+    return AdamWAndMuon(groups, settings.lr, lanes, moments, products)
 
 
 def make_param_groups(model: MiniGPT, settings: Settings) -> Groups:
@@ -84,7 +84,7 @@ def make_param_groups(model: MiniGPT, settings: Settings) -> Groups:
     ]
 
 
-class LeanOptimizer(torch.optim.Optimizer):
+class AdamWAndMuon(torch.optim.Optimizer):
     """AdamW and Muon, each for its own parameter groups, with moments in float32 or bfloat16.
 
     Weights and arithmetic are in float32 (Muon's matmuls in `products`); only the moments that are
@@ -279,7 +279,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> Tenso
     Return `grad_norm`, the norm of all gradients, on MPS as a tensor on the CPU.
 
     The fused kernel reads the number `found_inf` on the device: if it is 1, the kernel leaves
-    weights, moments and step count unchanged, and so does LeanOptimizer's Muon. torch has
+    weights, moments and step count unchanged, and so does AdamWAndMuon's Muon. torch has
     `found_inf` for GradScaler.step, which sets it to 1 if a gradient is not finite. Here the norm
     decides, because the norm can overflow although each gradient is finite.
 

@@ -38,7 +38,7 @@ from .flags import AUTO
 from .metrics import format_bytes
 from .optimizer import make_optimizer
 from .process import OneProcess
-from .settings import Rule, Settings, names_with
+from .settings import Rule, Settings, flags_with_rule
 
 P = TypeVar("P", bound="StepPlan")
 OFFLOAD_POLICY = "full+offload"
@@ -56,12 +56,12 @@ def describe_memory_flags(settings: Settings) -> str:
     )
 
 
-def where_to_ask(settings: Settings, layout: Layout) -> str:
+def plan_memory_command(settings: Settings, layout: Layout) -> str:
     """Return the command that tells which changes of flags make a step fit: plan_memory with the
     run's own flags."""
     n, kind = layout.world_size, layout.kind
     processes = [f"--nproc-per-node={n}"] * (n > 1) + [f"--{kind}"] * (kind in ("fsdp", "sp"))
-    words = settings.words(**dict.fromkeys(names_with(Rule.THIS_START)))
+    words = settings.words(**dict.fromkeys(flags_with_rule(Rule.THIS_START)))
     return "what fits: " + shlex.join(["python", "-m", "scripts.plan_memory", *words, *processes])
 
 
@@ -173,7 +173,7 @@ class StepPlan:
         step = pick_fastest_fitting_step(self.planner, size, self.bytes_within_margin, card)
         return self.with_policy(step.config.recompute)
 
-    def deeper(self: P) -> Iterator[P]:
+    def deeper_plans(self: P) -> Iterator[P]:
         """Yield the plans that a run may switch to when memory runs out.
 
         Each needs less memory than this plan and all plans before it. They have the fastest
@@ -196,10 +196,10 @@ class StepPlan:
 def plans_to_try(plans: Iterable[P], share: float = 1.0) -> Iterator[P]:
     """Yield the plans to try after the first of `plans` did not fit, in this order.
 
-    `plans`: a plan and its `deeper` plans. The limit is the peak of the first plan times `share`,
-    minus the margin of a MemoryBudget. The result begins with the fastest plan whose peak is within
-    this limit, or else with the plan that needs the least memory; full+offload comes last in any
-    case. If no plan needs less memory than the first, there is none.
+    `plans`: a plan and its `deeper_plans`. The limit is the peak of the first plan times
+    `share`, minus the margin of a MemoryBudget. The result begins with the fastest plan whose peak
+    is within this limit, or else with the plan that needs the least memory; full+offload comes last
+    in any case. If no plan needs less memory than the first, there is none.
     """
     deeper = iter(plans)
     failed = next(deeper)
@@ -220,7 +220,7 @@ def card_for(settings: Settings, device: torch.device, name: str | None = None) 
     return choose_card(name or settings.card, device, settings.tf32, settings.seq_len, head_size)
 
 
-def vocab_size_of(settings: Settings, tokenizer: Tokenizer | None = None) -> int:
+def largest_vocab_size(settings: Settings, tokenizer: Tokenizer | None = None) -> int:
     """Return the largest vocabulary size that the run can have, without reading the run's data.
 
     `tokenizer`: that of the snapshot or of the weights from which the run starts. Raises DataError
@@ -245,14 +245,14 @@ def plan_run(
     """Choose the policy of `auto`, and predict the memory that a step will need.
 
     `precision`: the dtype of the model's matmuls. Returns the recompute policy, the plan in use and
-    its `deeper` plans ([]: the prediction failed), and text for the user. Raises MiniGPTError with
-    `auto`, if no policy fits, and with exit code 4 if the step needs more memory than the device
-    has in total.
+    its `deeper_plans` ([]: the prediction failed), and text for the user. Raises MiniGPTError
+    with `auto`, if no policy fits, and with exit code 4 if the step needs more memory than the
+    device has in total.
     """
     # All processes rank policies by the card of rank 0. If all must have the same policy, the plan
     # is for the smallest of their budgets.
     layout, device = process.layout, process.device
-    card = process.from_rank0(lambda: card_for(settings, device))
+    card = process.broadcast_from_rank0(lambda: card_for(settings, device))
     here = layout.local_world_size
     budget = budget_on(device, settings.memory_budget, process.processes_on_device, here=here)
     if layout.shard_degree > 1:
@@ -261,7 +261,9 @@ def plan_run(
     plan_here = partial(plan_on_this_rank, plan, process)
     chooses_alone = settings.use_activation_checkpoint == AUTO and layout.shard_degree == 1
     policy, plans, words = (
-        process.run_on_all_ranks(plan_here) if chooses_alone else process.from_rank0(plan_here)
+        process.run_on_all_ranks(plan_here)
+        if chooses_alone
+        else process.broadcast_from_rank0(plan_here)
     )
     make_planner.cache_clear()  # the plans remember their peaks, the run needs no more
     policies = process.all_gather_object(policy)
@@ -283,20 +285,22 @@ def plan_on_this_rank(plan: StepPlan, process: OneProcess) -> tuple[str, list[St
     try:
         if policy := process.failed_policy:
             failed = plan.with_policy(policy)
-            plans = [*plans_to_try([failed, *failed.deeper()], share=RESTART_SHARE_OF_FAILED_PEAK)]
+            plans = [
+                *plans_to_try([failed, *failed.deeper_plans()], share=RESTART_SHARE_OF_FAILED_PEAK)
+            ]
             # `auto` may have chosen a policy that needs even less memory.
             if plan.policy not in [deeper.policy for deeper in plans]:
                 plan = next(iter(plans), failed)
             now = "the same, the smallest known" if plan is failed else plan.policy
             words += f"memory ran out with {policy}; it goes on with {now}\nmemory   "
-        words += describe_peaks(plan) + warnings_about(plan, process)
+        words += describe_peaks(plan) + check_memory_and_warn(plan, process)
     except PlanError as error:
         return plan.policy, [], f"{words}the peak could not be predicted: {error}"
     # Planning the deeper policies takes longer than all else here. A run that is far from the limit
     # does it only if memory runs out all the same (run.switch_policy), and one of several processes
     # never, because it never switches.
     may_switch = plan.layout.kind == "one" and plan.peak > plan.bytes_within_margin // 4
-    return plan.policy, [plan, *(plan.deeper() if may_switch else ())], words
+    return plan.policy, [plan, *(plan.deeper_plans() if may_switch else ())], words
 
 
 def choose_fitting_policy(plan: StepPlan) -> StepPlan:
@@ -311,7 +315,7 @@ def choose_fitting_policy(plan: StepPlan) -> StepPlan:
     raise MiniGPTError(
         f"{'--use-activation-checkpoint auto' if budget.is_free else '--memory-budget'}: tensors "
         f"may take {budget}, but the smallest peak is {format_bytes(chosen.peak)} "
-        f"({chosen.policy}); {where_to_ask(plan.settings, plan.layout)}"
+        f"({chosen.policy}); {plan_memory_command(plan.settings, plan.layout)}"
     )
 
 
@@ -326,7 +330,7 @@ def describe_peaks(plan: StepPlan) -> str:
     return "; ".join(parts) + " (predicted)"
 
 
-def warnings_about(plan: StepPlan, process: OneProcess) -> str:
+def check_memory_and_warn(plan: StepPlan, process: OneProcess) -> str:
     """Return the lines, each after a newline, that the user should read about a planned step.
 
     Raises MiniGPTError with exit code 4 if all processes on the device together need more memory
@@ -338,7 +342,7 @@ def warnings_about(plan: StepPlan, process: OneProcess) -> str:
     need = f"{each}{format_bytes(step.peak)} predicted"
     machine = "GPU" if process.device.type == "cuda" else "machine"
     capacity = f"the {machine} has {format_bytes(total or 0)}"
-    hint = where_to_ask(plan.settings, plan.layout)
+    hint = plan_memory_command(plan.settings, plan.layout)
     if total is not None and processes * step.peak > total:
         raise MiniGPTError(
             f"out of memory before the first step: {need}, {capacity}; with "

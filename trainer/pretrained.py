@@ -27,7 +27,7 @@ from model import MiniGPT, MiniGPTConfig
 
 from .flags import flag
 from .optimizer import ShardLikeFn
-from .settings import Rule, S, names_with
+from .settings import Rule, S, flags_with_rule
 from .snapshot import LoadedSnapshot, SnapshotError, check_shapes, read_snapshot
 
 # ---- a transformers folder
@@ -135,7 +135,7 @@ def read_transformers_folder(folder: Path) -> tuple[MiniGPTConfig, dict[str, Ten
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Trained weights with their config and tokenizer; `open_pretrained` has checked that the
+    """Trained weights with their config and tokenizer; `read_pretrained` has checked that the
     weights are complete and finite."""
 
     path: Path
@@ -155,7 +155,7 @@ class Pretrained:
 SnapshotOrPretrained = LoadedSnapshot | Pretrained | None  # source of a run's weights; None: random
 
 
-def open_pretrained(path: Path) -> Pretrained:
+def read_pretrained(path: Path) -> Pretrained:
     """Read weights from a snapshot or from a transformers folder, and check that they are finite
     and have the names and shapes of model.py. Raises SnapshotError or DataError."""
     if os.path.isdir(path):  # (Path.is_dir raises an error for a very long name)
@@ -185,14 +185,14 @@ def open_pretrained(path: Path) -> Pretrained:
 def load_model_and_tokenizer(path: Path, device: torch.device) -> tuple[MiniGPT, Tokenizer]:
     """Return the model of a snapshot or of a transformers folder, in evaluation mode and in
     float32, and its tokenizer. Raises SnapshotError or DataError."""
-    source = open_pretrained(path)
+    source = read_pretrained(path)
     with torch.device("meta"):
         model = MemorySavingGPT(source.config)
     model.to_empty(device=device).load_state_dict(source.weights)
     return model.eval(), source.tokenizer
 
 
-def open_init_from(settings: S) -> tuple[Pretrained | None, S]:
+def read_init_from(settings: S) -> tuple[Pretrained | None, S]:
     """Return the weights that --init-from names, and the settings with the flags that must agree
     with them (shape and tokenizer), or (None, settings) without --init-from.
 
@@ -200,9 +200,9 @@ def open_init_from(settings: S) -> tuple[Pretrained | None, S]:
     """
     if settings.init_from is None:
         return None, settings
-    source = open_pretrained(settings.init_from)
+    source = read_pretrained(settings.init_from)
     config, tokenizer = source.config, source.tokenizer.name
-    required: dict[str, Any] = {name: getattr(config, name) for name in names_with(Rule.SHAPE)}
+    required: dict[str, Any] = {name: getattr(config, name) for name in flags_with_rule(Rule.SHAPE)}
     required |= {"tokenizer_name": tokenizer, "use_toy_data": tokenizer == "toy"}
     if tokenizer in ("toy", "bpe") or "vocab_size" in settings.typed:
         required["vocab_size"] = config.vocab_size

@@ -91,7 +91,7 @@ class OneProcess:
     def own_batch_ids(self, ids: range) -> range:
         """Return those of `ids`, the ids of all batches of a step, that this process computes."""
         n = len(ids) // self.layout.replicas
-        return ids[n * self.layout.replica :][:n]  # neighbours
+        return ids[n * self.layout.replica_index :][:n]  # neighbours
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Return the context of forward *and* backward of a micro-batch.
@@ -147,7 +147,7 @@ class OneProcess:
         """Return a list with the `mine` of each process, in the order of the ranks."""
         return [mine]
 
-    def from_rank0(self, act: Callable[[], T]) -> T:
+    def broadcast_from_rank0(self, act: Callable[[], T]) -> T:
         """Call `act` on rank 0 only; return its result, which must be picklable, on all ranks.
         Raises as `run_on_all_ranks`."""
         own = self.run_on_all_ranks(lambda: act() if self.rank == 0 else None)

@@ -16,7 +16,7 @@ from torch.nn.attention import sdpa_kernel
 
 from model import MiniGPTConfig
 
-from .check_model import cache_is_exact
+from .check_model import kv_cache_is_exact
 from .device import GENERATION_KERNELS
 from .metrics import (
     format_bytes,
@@ -28,7 +28,7 @@ from .metrics import (
     perplexity,
 )
 from .pretrained import Pretrained, SnapshotOrPretrained
-from .resume import changes, describe_each_change
+from .resume import changed_flags, describe_each_change
 from .run import Run
 from .settings import Settings, to_words
 from .snapshot import LoadedSnapshot, sibling_path
@@ -91,7 +91,7 @@ def resume_lines(run: Run, origin: LoadedSnapshot) -> list[str]:
     """Return lines about a resumed run: its snapshot, its step, and what has changed since the
     save."""
     saved, now = origin.state, run.snapshot_metadata
-    changed, best = changes(saved, now), run.settings.checkpoint_path
+    changed, best = changed_flags(saved, now), run.settings.checkpoint_path
     words = describe_each_change(changed, saved["threads"], now["threads"])
     lines = [
         origin.fallback_reason,
@@ -144,7 +144,7 @@ def make_step_record(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, A
     # The mean loss over all micro-batches of all processes, whose gradient the update used.
     # `losses.tolist()` waits for the GPU, so that the times below include the GPU's work.
     loss = process.sum_over_replicas([sum(losses.tolist())])[0] / run.global_micro_batches_per_step
-    seconds = clock.end_interval()
+    seconds = clock.pop_mean_step_seconds()
     return {
         "step": run.step,
         "epoch": run.training_batches.epochs_before(run.step * run.global_micro_batches_per_step),
@@ -186,7 +186,7 @@ def sample_text(run: Run) -> str:
     --seed seeds the random generator; "" with --sample-tokens 0."""
     if run.settings.sample_tokens == 0:
         return ""
-    how = {"temperature": 0.8, "top_k": 40, "use_cache": cache_is_exact(run.model.config)}
+    how = {"temperature": 0.8, "top_k": 40, "use_cache": kv_cache_is_exact(run.model.config)}
     torch.manual_seed(run.settings.seed)
     start = torch.tensor([[run.data.tokenizer.eot_id]], device=run.process.device)
     # Run eagerly, because compiled blocks would be compiled again for each length of the text.

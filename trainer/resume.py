@@ -13,14 +13,14 @@ from .flags import flag
 from .metrics import read_metrics
 from .optimizer import restore_optimizer
 from .process import OneProcess
-from .settings import EXCLUSIVE_FLAGS, ROWS, Rule, S, Settings, names_with, resolve
+from .settings import EXCLUSIVE_FLAGS, ROWS, Rule, S, Settings, flags_with_rule, resolve
 from .snapshot import (
     LoadedSnapshot,
     SnapshotError,
     State,
     files_of_run,
     read_snapshot,
-    run_of_snapshot,
+    run_id_of_snapshot,
 )
 
 
@@ -60,7 +60,7 @@ def files_of_other_runs(path: Path, run_id: str) -> list[Path]:
     person may have copied a snapshot of another run to `path`."""
     previous, best, metrics = files_of_run(path)[1:4]
     there = [file for file in (previous, best) if file.is_file()]
-    others = [file for file in there if run_of_snapshot(file) not in (None, run_id)]
+    others = [file for file in there if run_id_of_snapshot(file) not in (None, run_id)]
     records = read_metrics(metrics) if metrics.is_file() else []
     return others + [metrics] * any(record.get("run") != run_id for record in records)
 
@@ -97,7 +97,7 @@ def check_fixed_flags(settings: Settings, replicas: int, resumed: LoadedSnapshot
         "tokenizer_name": state["tokenizer"].get("name"),
         "vocab_size": state["config"].get("vocab_size"),
     }
-    for name in names_with(Rule.FIXED):
+    for name in flags_with_rule(Rule.FIXED):
         before, after = getattr(saved, name), getattr(settings, name)
         if after not in (before, used.get(name, before)):
             raise SnapshotError(
@@ -116,14 +116,14 @@ def check_fixed_flags(settings: Settings, replicas: int, resumed: LoadedSnapshot
         )
 
 
-def check_resumable(saved: State, now: State, path: Path) -> None:
+def check_data_unchanged(saved: State, now: State, path: Path) -> None:
     """Raise SnapshotError if a run cannot resume because its data have changed.
 
     `saved`: state of the snapshot at `path`. `now`: result of `build.make_snapshot_metadata` for
     this run. (`check_fixed_flags` checks what must not change before data are read.)
     """
     if saved["data"]["fingerprint"] != now["data"]["fingerprint"]:
-        changed = [name for name in changes(saved, now) if name in names_with(Rule.DATA)]
+        changed = [name for name in changed_flags(saved, now) if name in flags_with_rule(Rule.DATA)]
         raise SnapshotError(
             f"--train-data: {path} was trained on {saved['data']['description']}, this run "
             f"has {now['data']['description']} ({', '.join(map(flag, changed)) or 'edited'}); the "
@@ -132,7 +132,7 @@ def check_resumable(saved: State, now: State, path: Path) -> None:
         )
 
 
-def changes(saved: State, now: State) -> dict[str, tuple[object, object]]:
+def changed_flags(saved: State, now: State) -> dict[str, tuple[object, object]]:
     """Return each flag whose value differs between two states: name -> (value in `saved`, value in
     `now`)."""
     both = settings_of(saved), settings_of(now)
@@ -143,7 +143,8 @@ def changes(saved: State, now: State) -> dict[str, tuple[object, object]]:
 def describe_each_change(
     changed: dict[str, tuple[object, object]], *threads: int | None
 ) -> list[str]:
-    """Return the allowed changes of flags (the result of `changes`), as text such as `--lr 0.001 ->
+    """Return the allowed changes of flags (the result of `changed_flags`), as text such as `--lr
+    0.001 ->
     0.0001`, and a change of the number of CPU `threads`: those of the saved run, and of this."""
     rows = [
         f"{flag(name)} {' -> '.join(map(format_typed_value, values))}"

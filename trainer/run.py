@@ -56,7 +56,7 @@ class Run:
     val_batches: ValBatches
     clock: StepClock
     # The plan in use and, in order, the plans that the run may switch to when memory runs out: see
-    # `StepPlan.deeper`. Empty if the memory could not be predicted.
+    # `StepPlan.deeper_plans`. Empty if the memory could not be predicted.
     plans: list[StepPlan] = field(default_factory=list)
     held_lock: IO[str] | None = None  # while open, no second run can write to the same files
     # Functions that write a log record; on rank 0 only.
@@ -138,7 +138,7 @@ def save(run: Run, path: Path) -> None:
         "step": run.step,
         "best_val_loss": run.best_val_loss,
     }
-    run.process.from_rank0(lambda: save_snapshot(path, state, keep_previous=newest))
+    run.process.broadcast_from_rank0(lambda: save_snapshot(path, state, keep_previous=newest))
     if newest:
         run.saved_step, run.last_save_time = run.step, monotonic()
 
@@ -160,7 +160,7 @@ def is_save_overdue(run: Run) -> bool:
 # less memory.
 
 
-def retry_on_out_of_memory(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]:
+def retry_with_deeper_policy(run: Run, accumulate: Callable[[Run], list[Tensor]]) -> list[Tensor]:
     """Call `accumulate(run)`, which runs forward and backward of a step, and return its losses.
 
     When memory runs out, call `accumulate` again with a policy that needs less memory, as often as
@@ -209,7 +209,7 @@ def switch_policy(run: Run) -> None:
     if len(run.plans) == 0:
         raise MemoryError("no policy can be planned")
     # A run near its limit has planned all policies at its start, because a plan takes memory.
-    deeper = run.plans[1:] or run.plans[0].deeper()
+    deeper = run.plans[1:] or run.plans[0].deeper_plans()
     try:
         plans = [*plans_to_try([run.plans[0], *deeper])]
     except PlanError:

@@ -358,7 +358,7 @@ class Settings:
         except ValueError as error:
             raise MiniGPTError(replace_fields_by_flags(str(error))) from None
 
-    def can_sum(self, n: int) -> bool:
+    def can_sum_reproducibly(self, n: int) -> bool:
         """Return False if --reproducible-sums cannot sum the gradients of n micro-batches, or of n
         processes."""
         return n.bit_count() == 1 or not self.reproducible_sums
@@ -377,7 +377,7 @@ ROWS: dict[str, Mapping[str, Any]] = {
 }
 
 
-def names_with(rule: Rule) -> list[str]:
+def flags_with_rule(rule: Rule) -> list[str]:
     """Return the names of the flags with this rule."""
     return [name for name, row in ROWS.items() if rule in row["rules"]]
 
@@ -435,7 +435,7 @@ def contradictions(s: Settings, layout: Layout, script: str) -> list[tuple[objec
     n, plan, sharded = layout.world_size, s.recompute_plan, layout.kind in ("fsdp", "sp")
     no_power_of_two = [
         (
-            not s.can_sum(value),
+            not s.can_sum_reproducibly(value),
             f"{name} {value}: --reproducible-sums needs a power of two, such as "
             f"{2 ** (value.bit_length() - 1)}; --no-reproducible-sums does not",
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from data.errors import MiniGPTError
 from planner import PlanError
 
-from .plan import POLICY_FLAG, describe_memory_flags, where_to_ask
+from .plan import POLICY_FLAG, describe_memory_flags, plan_memory_command
 from .report import resume_command
 from .run import Run, is_out_of_memory
 from .settings import Settings
@@ -119,7 +119,7 @@ def describe_error(error: Exception, settings: Settings, run: Run | None) -> tup
         way_out = "try a smaller model (--n-layers), or less data (--max-tokens)"
         if run:
             settings = settings.replace(**{POLICY_FLAG: run.model.config.recompute})
-            way_out = where_to_ask(run.settings, run.process.layout)
+            way_out = plan_memory_command(run.settings, run.process.layout)
         return f"out of memory with {describe_memory_flags(settings)}; {way_out}{hint}", 4
     if line := peer_failure_message(error):
         return f"{line}{hint}", 3

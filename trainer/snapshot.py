@@ -1,8 +1,8 @@
 """Save and load snapshots: a snapshot is one file with everything that a run needs to resume.
 
 A run never overwrites the files of another run. Before it writes anything, it checks its path
-(`check_path`) and locks it (`claim`), and then renames the files that an older run left there
-(`rename_older_run`).
+(`check_path`) and locks it (`lock_run_files`), and then renames the files that an older run left
+there (`rename_older_run`).
 
 A snapshot is a dict of tensors and of Python's basic types, which `torch.save` writes; a checksum
 of all bytes follows at the end of the file. `torch.load` reads it with `weights_only=True`, so that
@@ -15,7 +15,8 @@ the run, by which a run that torchrun has restarted recognises its own snapshots
 (resume.load_own_run).
 
 A snapshot contains *no* random-number state and *no* position in the data. Both are functions of
-the step (see `train_minimal.accumulate`), so they need not be saved and cannot be restored wrongly.
+the step (see `train_minimal.accumulate_gradients`), so they need not be saved and cannot be
+restored wrongly.
 """
 
 import errno
@@ -105,7 +106,7 @@ def run_label(run: str) -> bytes:
     return f"run {run:<32} ".encode()
 
 
-def run_of_snapshot(path: Path) -> str | None:
+def run_id_of_snapshot(path: Path) -> str | None:
     """Return the id of the run that has written a snapshot, without reading all of it; None if
     `save_snapshot` has not written this file. Raises OSError."""
     n = len(run_label(""))
@@ -121,8 +122,9 @@ def writing_atomically(path: Path, n_bytes: int) -> Iterator[Path]:
     """Yield a temporary path to write to, which the end of the `with` block renames to `path`.
 
     After a failure the temporary file is deleted; what a killed process has left there is
-    overwritten. (One name is enough, because `claim` locks the path for one run.) Raises SaveError
-    with the reason that the operating system gives, and with the space that is needed and free.
+    overwritten. (One name is enough, because `lock_run_files` locks the path for one run.) Raises
+    SaveError with the reason that the operating system gives, and with the space that is needed and
+    free.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -217,7 +219,7 @@ def check_path(path: Path, resuming: bool) -> None:
     reason = ""
     if os.path.lexists(path) and not os.path.isfile(path):  # a folder, or a link to a lost disk
         reason = f"{path} is there and is no file"
-    elif os.path.isfile(path) and not resuming and run_of_snapshot(path) is None:
+    elif os.path.isfile(path) and not resuming and run_id_of_snapshot(path) is None:
         reason = f"{path} is there and is no snapshot"
     elif path.stem.endswith((".prev", ".best")):
         reason = f"{path} is another run's second file; copy it to a name of its own"
@@ -227,7 +229,7 @@ def check_path(path: Path, resuming: bool) -> None:
         raise SnapshotError(f"--checkpoint-path: {reason}; name another file")
 
 
-def claim(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
+def lock_run_files(path: Path, resumed: LoadedSnapshot | None) -> IO[str]:
     """Make the folder of `path`, and lock the files of a run that is about to write them. Return
     the open lock file, to be kept open while the run lives: the kernel releases the lock when this
     process ends. Windows and some network file systems have no such locks, so two runs must not

@@ -42,7 +42,7 @@ def shortage(step: int, free_bytes: int, in_holes: bool) -> Iterator[list[int]]:
     the first attempt of the step fails after its backward.) Yields a list. Each attempt of the step
     adds to it the bytes in use when the attempt begins (0 on a CPU).
     """
-    real, begun, held = train_minimal.accumulate, list[int](), list[torch.Tensor]()
+    real, begun, held = train_minimal.accumulate_gradients, list[int](), list[torch.Tensor]()
 
     def attempt(run: Run, **how: Any) -> list[torch.Tensor]:
         if run.step != step:
@@ -61,7 +61,7 @@ def shortage(step: int, free_bytes: int, in_holes: bool) -> Iterator[list[int]]:
         return losses
 
     try:
-        with mock.patch.object(train_minimal, "accumulate", attempt):
+        with mock.patch.object(train_minimal, "accumulate_gradients", attempt):
             yield begun
     finally:
         if ON_GPU:

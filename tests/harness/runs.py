@@ -258,14 +258,14 @@ def plan_nothing() -> None:
 
 
 class PlannedLate(list[StepPlan]):
-    """A plan, followed by its `deeper` plans, which are made only if memory runs out."""
+    """A plan, followed by its `deeper_plans`, which are made only if memory runs out."""
 
     def __bool__(self) -> bool:
         return False  # so no peak is asked for
 
     def __iter__(self) -> Iterator[StepPlan]:
         yield self[0]
-        yield from self[0].deeper()
+        yield from self[0].deeper_plans()
 
 
 def snapshot(path: Path) -> dict:

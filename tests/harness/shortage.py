@@ -45,27 +45,30 @@ class Shortage(LiveStorages):
 def running_out(step: int, *places: Place) -> Iterator[list[Shortage]]:
     """Make the first attempts at step number `step` run out of memory: attempt i at places[i].
     Yield the dispatch modes that do so, one for each of these attempts."""
-    accumulate, modes = train_minimal.accumulate, [Shortage(*place) for place in places]
+    accumulate_gradients, modes = (
+        train_minimal.accumulate_gradients,
+        [Shortage(*place) for place in places],
+    )
     left = iter(modes)
 
     def attempt(run: Run) -> list[torch.Tensor]:
         with (next(left, None) if run.step == step else None) or nullcontext():
-            return accumulate(run)
+            return accumulate_gradients(run)
 
-    with patch.object(train_minimal, "accumulate", attempt):
+    with patch.object(train_minimal, "accumulate_gradients", attempt):
         yield modes
 
 
 def strike(run: Run) -> None:
     """Make one of several processes run out of memory in the next step, which ends its run."""
-    real = train_minimal.accumulate
+    real = train_minimal.accumulate_gradients
 
-    def accumulate(run: Run) -> list[torch.Tensor]:
+    def accumulate_gradients(run: Run) -> list[torch.Tensor]:
         with Shortage(60):
             real(run)
         raise AssertionError(f"step {run.step} has fewer operators")
 
-    train_minimal.accumulate = accumulate
+    train_minimal.accumulate_gradients = accumulate_gradients
 
 
 def operators_of_each(run: Run, steps: int) -> list[int]:
