@@ -147,9 +147,10 @@ def format_table(rows: list[Row], takes: str | None) -> str:
     for _, group in groupby(rows, choice_key):
         row, *others = group
         names = [row["policy"], *(other["policy"] for other in others)]
+        between = " or " if len(names) == 2 else " to "
         line = {
             " <": ">" if takes in names else "",
-            "policy<": " to ".join(dict.fromkeys([names[0], names[-1]])),
+            "policy<": between.join(dict.fromkeys([names[0], names[-1]])),
             "peak>": row["peak_bytes"],
         }
         if row["seconds"] is None:

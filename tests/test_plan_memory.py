@@ -143,10 +143,10 @@ def test_what_offers_no_choice_is_one_line():
         )
     ]  # fmt: skip
     assert [re.sub(" +", " ", line) for line in format_table(rows, "full/2").splitlines()[1:]] == [
-        " none to cheap 23.6 GiB head 4,096.0 MiB 50.0% no 0",
+        " none or cheap 23.6 GiB head 4,096.0 MiB 50.0% no 0",
         " mlp 23.4 GiB head 2,048.0 MiB 50.0% tight 0",
         " sdpa 0.3 GiB head 1,024.0 MiB 50.0% yes 9",
-        "> full to full/2 0.3 GiB head 51.2 MiB 50.0% yes 9",
+        "> full or full/2 0.3 GiB head 51.2 MiB 50.0% yes 9",
     ]
 
 

@@ -319,7 +319,7 @@ def test_data_that_changed_or_went(run, tmp_path, capsys):
     assert "note: the run's data changed" in capsys.readouterr().out
     text.unlink()
     assert evaluate.main([str(path)]) == 2
-    line = f"error: the run's own data: --train-data {text}: no such file, or .*; --val-data names o"
+    line = f"error: the run's own data: --train-data {text}: no such file, or .*; --val-data names"
     assert re.match(line, capsys.readouterr().err)
 
 
