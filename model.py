@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 # KV cache of a layer: [] or [keys, values], each (B, H, tokens so far, D). None: no cache.
 KVCache = list[Tensor] | None
-# Layers that `init_weights` initializes, and types of layers that only changed models use.
+# Types of layers that `init_weights` initializes; some of them occur only in changed models.
 INITIALIZED_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Conv1d)
 
 
@@ -45,7 +45,7 @@ class MiniGPTConfig:
     # Memory settings: results stay bitwise equal under `recompute`; chunks change their rounding.
     recompute: str = "none"  # "full": checkpoint each block. MemorySavingGPT has more policies
     loss_chunks: int = 0  # chunks of tokens in the head and the loss; 0: MemorySavingGPT chooses
-    mlp_chunks: int = 1  # chunks of ln_2 and the MLP where backward recomputes them; 0: it chooses
+    mlp_chunks: int = 1  # chunks of ln_2 and the MLP that backward recomputes; 0: as loss_chunks
 
     def __post_init__(self) -> None:
         shape = "vocab_size max_position_embeddings n_layers n_heads d_model d_ff".split()
@@ -154,12 +154,12 @@ class MiniGPT(nn.Module):
     `model(input_ids)` returns logits (B, T, V). `start`: position of the first token (train_sp.py).
 
     `kv_cache`: only in eval(). Pass {} with the first tokens of a text, then the same cache (layer
-    -> KVCache) with one new token per call; it returns the logits of the last token, (B, 1, V).
+    -> KVCache) with one new token; each call returns the last token's logits, (B, 1, V).
     Raises ValueError for other uses, and for more than max_position_embeddings positions."""
 
     def __init__(self, config: MiniGPTConfig):
         super().__init__()
-        self.config = self.checked_config(config)
+        self.config = self.normalized_config(config)
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)  # also the head
         self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
@@ -196,7 +196,7 @@ class MiniGPT(nn.Module):
             return F.linear(x if kv_cache is None else x[:, -1:], head_weight)
         return self.head_loss(x, head_weight, labels)  # MemorySavingGPT: in chunks
 
-    def checked_config(self, config: MiniGPTConfig) -> MiniGPTConfig:
+    def normalized_config(self, config: MiniGPTConfig) -> MiniGPTConfig:
         """Return `config`, or raise ValueError if its memory settings need MemorySavingGPT."""
         if (
             config.recompute not in ("none", "full")
@@ -250,8 +250,8 @@ class MiniGPT(nn.Module):
     def stream_tokens(
         self, input_ids: Tensor, max_new_tokens: int, use_cache: bool = True, **sampling: Any
     ) -> Iterator[Tensor]:
-        """Yield tokens (B, 1) after `input_ids` (B, T >= 1), each from all tokens computed again
-        unless `use_cache`. `sampling`: see `sample_next_ids`."""
+        """Yield tokens (B, 1) after `input_ids` (B, T >= 1). Without `use_cache`, all tokens are
+        computed again for each. `sampling`: see `sample_next_ids`."""
         limit, was_training = self.config.max_position_embeddings, self.training
         self.eval()
         ids, next_ids, kv_cache = input_ids, input_ids, dict[int, list[Tensor]]()

@@ -88,8 +88,8 @@ class DDPProcess(TorchrunProcess):
 
 def set_expanded_zero_grads(model: nn.Module) -> None:
     """Set each `.grad` to zeros of the parameter's shape, in the memory of one element. DDP copies
-    them into its buckets, and replaces each `.grad` by a view of a bucket (of which a frozen
-    parameter needs none)."""
+    them into its buckets, and replaces each `.grad` by a view of a bucket. (A frozen parameter
+    needs none.)"""
     for parameter in filter(lambda p: p.requires_grad, model.parameters()):
         parameter.grad = parameter.new_zeros(()).expand_as(parameter)
 

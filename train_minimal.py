@@ -162,7 +162,7 @@ def evaluate(run: Run) -> dict[str, float | None]:
     """
     run.model.eval()
     batches = []  # (loss, tokens, bytes) per batch; read after the loop: a read waits for the GPU
-    for first_batch in run.evaluation_rounds():  # fewer, if a signal asks for a stop
+    for first_batch in run.first_batches_until_stop():  # fewer, if a signal asks for a stop
         # In the last round, a process without a batch of its own evaluates an earlier one again and
         # ignores the result, because the forward of a sharded model needs all processes.
         i = first_batch + run.process.layout.replica_index
@@ -235,7 +235,7 @@ def finish_step(run: Run, losses: Tensor, grad_norm: Tensor) -> dict[str, Any]:
     if evaluate_now:
         evaluate_and_save_best(run, record)
     write_and_print_record(run, record)
-    if save_now or run.stop_signal:  # last: a resumed run drops the log lines after its snapshot
+    if save_now or run.stop_signal:  # after logging: a resumed run drops lines after its snapshot
         with run.clock.paused("save"):
             save(run, settings.checkpoint_path)
     return record
@@ -264,7 +264,7 @@ def save_is_due(run: Run, overdue: bool) -> bool:
 
 
 def evaluate_and_save_best(run: Run, record: dict[str, Any]) -> None:
-    """Evaluate, add the results to `record`, and save the weights as `.best.pt` if their validation
+    """Evaluate, add the results to `record`, and save a snapshot as `.best.pt` if its validation
     loss is the lowest so far."""
     with run.clock.paused("evaluate"):
         record |= evaluate(run)

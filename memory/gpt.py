@@ -30,7 +30,7 @@ class MemorySavingGPT(MiniGPT):
     """A MiniGPT with every recompute policy (memory/policies.py), chunks, and offload.
 
     Args:
-        config: `recompute` may be any policy string; another string raises ValueError.
+        config: `recompute` may be any policy string; an invalid one raises ValueError.
         device_type: run the head's kernels for "cpu", "cuda" or "mps"; None: those for the device
             of the weights. (The planner simulates every device on a CPU.)
         shard: this rank's part of each sequence (train_sp.py); None: whole sequences.
@@ -47,7 +47,7 @@ class MemorySavingGPT(MiniGPT):
         self.compiled_softmax = False  # True: the head runs softmax as compiled code
         self.offload_pool = PinnedPool()  # CPU memory for offload
 
-    def checked_config(self, config: MiniGPTConfig) -> MiniGPTConfig:
+    def normalized_config(self, config: MiniGPTConfig) -> MiniGPTConfig:
         """Return `config` with the shortest policy string of the same meaning."""
         return replace(config, recompute=format_recompute_plan(recompute_plan_of_config(config)))
 
@@ -143,7 +143,7 @@ class SequenceParallelGPT(MemorySavingGPT):
         # number, because some ranks have more labels than others.
         n_mine, n_all = has_label[:, mine].sum(), has_label.sum()
         share = loss.where(n_mine > 0, 0.0) * n_mine / n_all
-        # FSDP averages gradients over the ranks, but their sum is needed. (A rank has one entry in
-        # `heads`.)
+        # FSDP averages gradients over the ranks, but their sum is needed. (`heads` has one
+        # entry per rank.)
         times_n_ranks = partial(torch.mul, other=len(self.shard.heads))
         return CustomBackward.apply(share, self.all_reduce, times_n_ranks)

@@ -10,12 +10,13 @@ parts of a block run in activation checkpoints. Two rules determine the cost of 
   of a linear layer needs only the layer's input, so the matmul of a linear layer at the end of f is
   not repeated: `activation_checkpoint(lambda wide: c_proj(gelu(wide)), wide, has_dropout=False)`
   recomputes a GELU but no matmul.
-- Backward of dropout needs the dropout mask. If f ends in a linear layer and dropout, the mask is
-  drawn after the layer's matmul, which recomputation then repeats. This is why a checkpoint around
+- Backward of dropout needs the dropout mask. If f ends in a linear layer and dropout, recomputation
+  repeats that layer's matmul, because the mask is drawn after it. This is why a checkpoint around
   one half of a block (attention or MLP) ends before the dropout of that half, which `Block.forward`
   applies outside. A checkpoint around a whole block (`full`, `sdpa`), or around everything after
-  attention (`qkv`), contains the last dropout: recomputation repeats the last c_proj if dropout is
-  on, and stops before it if dropout is off. (`selective` keeps the result of that c_proj.)
+  attention (policy `qkv`), contains the last dropout: recomputation repeats the last c_proj if
+  dropout is on, and stops before it if dropout is off. (`selective` keeps the result of that
+  c_proj.)
 
 Under every policy the loss and the gradients are bitwise equal.
 
@@ -155,7 +156,7 @@ class View:
         if name in self.replaced:
             return self.replaced[name]
         value = getattr(self.module, name)
-        is_method = ismethod(value) and value.__self__ is self.module  # (not of the class)
+        is_method = ismethod(value) and value.__self__ is self.module  # (no classmethod)
         return partial(value.__func__, self) if is_method else value
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -192,8 +193,8 @@ def recompute_up_to_matmul(layer: Callable) -> Callable:
     a Deferred input.
 
     Early stop leaves the last matmul out of recomputation. torch.compile has no early stop and
-    would repeat that matmul, whose result the next operator may save, so `options` tells it to keep
-    results of matmuls.
+    would repeat that matmul if the next operator saves its result, so `options` keeps results of
+    matmuls.
     """
 
     def checkpointed(x: Any, *more: Any, **named: Any) -> Any:
@@ -212,9 +213,9 @@ def cheap(block: Any, x: Tensor) -> Tensor:
     """Recompute the LayerNorms and GELU, but no matmul (Megatron-LM: output-discarding recompute;
     llm.c: the flag -r 2)."""
     attn, mlp = block.attn, block.mlp
-    # Each checkpoint ends in a matmul, which early stop leaves out of recomputation. Two views: a
-    # LayerNorm may be deferred only inside its half. Where a changed `Block.forward` calls a
-    # LayerNorm itself (post-norm), it needs a tensor.
+    # Each checkpoint ends in a matmul, which early stop leaves out of recomputation. The
+    # returned view has only the halves, so that a LayerNorm is deferred only inside its half: where
+    # a changed `Block.forward` calls a LayerNorm itself (post-norm), it needs a tensor.
     up, down = recompute_up_to_matmul(mlp.up_project), recompute_up_to_matmul(mlp.down_project)
     halves = View(
         block,
@@ -407,7 +408,7 @@ POLICIES = {  # comments: kept bytes per block (BTC: B * T * C bytes); libraries
     "qkv": Policy("x qkv attention",  # 12 BTC
         "LayerNorms, attention's output layer and the MLP half are done again in backward",
         keep_qkv_and_attention),
-    # (attention is not repeated, which is slow for long sequences)
+    # (to repeat attention would be slow for long sequences)
     "sdpa": Policy("x attention",  # 6 BTC; axolotl
         "of each block only its input and attention's result are kept",
         keep_results_of(ATTENTION_OPS), needs_fused_attention=True, supports_mlp_chunks=True),
@@ -443,7 +444,8 @@ class RecomputePlan(NamedTuple):
 
     @property
     def group_policies_and_sizes(self) -> list[tuple[str, int]]:
-        """Return (policy, number of blocks) of each call in MiniGPT.forward, which runs one block,
+        """Return (policy, number of blocks) for each call in MiniGPT.forward. A call runs one
+        block,
         or a group of blocks that share a checkpoint."""
         whole = takewhile(lambda policy: policy == "full" and self.group_size > 1, self.policies)
         n = len(list(whole))

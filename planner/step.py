@@ -139,7 +139,7 @@ class Planner:
         The result has the step's memory in bytes, and the FLOPs and the memory traffic of each
         operator. `memory`: changed settings of the config, such as recompute="full".
         """
-        config = self.model.checked_config(replace(self.config, **memory))
+        config = self.model.normalized_config(replace(self.config, **memory))
         key, plan = (batch_size, config), recompute_plan_of_config(config)
         if key not in self.steps:
             # Some memory of a call still exists when the next call runs: tensors that offload is
@@ -300,7 +300,7 @@ class Planner:
 
         `memory`: changed settings of the config.
         """
-        config = self.model.checked_config(replace(self.config, **memory))
+        config = self.model.normalized_config(replace(self.config, **memory))
         tracker = CallSiteTracker(self.model, "blocks", SOURCES)
         return explain_storages(*self.simulate_whole_step(batch_size, config, tracker))
 
@@ -349,7 +349,7 @@ class Planner:
                 )
             label_existing_storages(log, self.names, self.optimizer, self.sums)
             if not self.layout.gradients_persist:  # DDP's gradients exist in every micro-batch
-                gradients = (p.grad for p in self.params_with_kept_grads)
+                gradients = (p.grad for p in self.params_with_persistent_grads)
                 log.gradient_sums = {log.find_storage(g) for g in gradients if g is not None}
             for tensor in batch:  # backward needs them
                 log.label_storage(tensor, "activations", "token ids and labels")
@@ -381,7 +381,7 @@ class Planner:
         that are not `left_out`. `sums` gets what is not in `.grad`: the float32 sums of bfloat16
         weights, and pending sums."""
         shards = {*self.local_model.parameters()} if self.layout.shard_degree > 1 else set()
-        weights = self.params_with_kept_grads | shards - left_out
+        weights = self.params_with_persistent_grads | shards - left_out
         self.sums = {p: torch.empty(p.shape) for p in weights if p.dtype != torch.float32}
         for parameter in weights - self.sums.keys():
             parameter.grad = torch.empty_like(parameter)
@@ -429,7 +429,7 @@ class Planner:
         )
 
     @property
-    def params_with_kept_grads(self) -> set[nn.Parameter]:
+    def params_with_persistent_grads(self) -> set[nn.Parameter]:
         """Weights whose gradients exist during the whole step, from its start to its end."""
         persist = self.accumulates_gradients or self.layout.gradients_persist
         return set(self.model.parameters()) if persist else set()

@@ -363,7 +363,7 @@ class ModelPlan:
     def row(self, way: str) -> Row:
         """Return the row of a way, in the form of the JSON file."""
         step, budget = self.step(way), self.budget
-        usable, limit = budget.bytes_within_margin or 0, budget.bytes_beside_context
+        usable, limit = budget.bytes_within_margin or 0, budget.bytes_left_by_context
         seconds = step.seconds(self.card, self.micro_batches) if self.card else None
         return step_row(step, way) | {
             "grad_accum_steps": self.micro_batches,

@@ -50,10 +50,10 @@ def offloads(plan: CommandPlan) -> bool:
 def fits_without_margin(plan: CommandPlan) -> bool | None:
     """Return whether the step fits beside a CUDA context, without a margin; None: unknown."""
     budget, step = plan.memory_budget, plan.step
-    if budget.bytes_beside_context is None:
+    if budget.bytes_left_by_context is None:
         return None
     host_bytes = math.inf if budget.host_usable_bytes is None else budget.host_usable_bytes
-    return step.peak <= budget.bytes_beside_context and step.host_bytes <= host_bytes
+    return step.peak <= budget.bytes_left_by_context and step.host_bytes <= host_bytes
 
 
 def fits_safely(plan: CommandPlan) -> bool:

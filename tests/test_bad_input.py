@@ -74,7 +74,7 @@ def test_bad_input_costs_one_line(name, tmp_path, capfd, monkeypatch):
     for variable, value in case.env.items():
         monkeypatch.setenv(variable, value)
     if name.startswith("resumed") and "max-tokens" not in name:  # the flags alone decide
-        for work in ("load_data_and_plan", "make_model_without_memory"):
+        for work in ("load_data_and_plan", "make_model_on_meta"):
             monkeypatch.setattr(
                 f"trainer.build.{work}", lambda *given: pytest.fail("began to work")
             )

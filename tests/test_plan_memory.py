@@ -74,7 +74,7 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
             sizes == [step.peak, step.kept, step.host_bytes]
             and row["at_peak"] == step.bytes_by_kind_at_peak
         )
-        assert row["fits"] == (step.peak <= room.bytes_beside_context)
+        assert row["fits"] == (step.peak <= room.bytes_left_by_context)
         assert (
             row["fits_safely"]
             == (step.peak <= room.bytes_within_margin)
@@ -129,7 +129,7 @@ def test_what_offers_no_choice_is_one_line():
     """Rows of equal bytes; and, of those that do not fit, of one printed peak. A GPU keeps half a
     GiB for its context, and a column has one unit."""
     budgets = (24, "cuda", False), (1, "cuda", False), (24, "cpu", False), (24, "cuda", True)
-    left = [MemoryBudget(n * GIB, *device).bytes_beside_context / GIB for n, *device in budgets]
+    left = [MemoryBudget(n * GIB, *device).bytes_left_by_context / GIB for n, *device in budgets]
     assert left == [23.5, 0.75, 24, 24]  # never less than the margin; what is free has a context
     rows = [
         {

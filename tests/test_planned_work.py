@@ -106,7 +106,7 @@ def test_a_changed_loop_is_simulated_whole_and_once(monkeypatch):
         before = planner.n_simulated_ops
         step = planner.step(3, recompute=policy)
         spent = planner.n_simulated_ops - before
-        config = planner.model.checked_config(step.config)
+        config = planner.model.normalized_config(step.config)
         log, whole = planner.simulate_whole_step(3, config)
         assert (step.timeline == whole.timeline).all()
         assert spent <= log.n_ops * (1.5 if policy == "none" else 1)  # none: first a short step

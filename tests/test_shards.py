@@ -28,7 +28,7 @@ from planner.shards import GLOO, state_bytes
 from scripts.plans import CommandPlan
 from train_fsdp import FSDPProcess
 from train_sp import SPProcess
-from trainer.check_model import make_model_without_memory
+from trainer.check_model import make_model_on_meta
 from trainer.optimizer import make_optimizer
 from trainer.reproducible_sums import GradientTree
 from trainer.settings import Settings
@@ -118,7 +118,7 @@ def tracked_peak(case: Case, n: int) -> int:
         process.gather_dtype, in_tree = case.gather, case.settings.reproducible_sums
         process.reproducible_sums = in_tree
         process.layout = Layout(case.kind, world_size=n if case.kind == "sp" else 1)
-        model = make_model_without_memory(case.config, process.make_model).train()
+        model = make_model_on_meta(case.config, process.make_model).train()
         process.allocate_parameters(model)
         optimizer = make_optimizer(model, case.settings, CPU, torch.float32)
         tree = GradientTree(model.parameters() if in_tree else (), case.micro_batches)

@@ -21,7 +21,7 @@ from model import MiniGPTConfig
 
 from . import resume
 from .bootstrap import PROCESS_START
-from .check_model import check_model, make_model_without_memory
+from .check_model import check_model, make_model_on_meta
 from .clocks import make_clock
 from .device import (
     check_compiler,
@@ -187,7 +187,7 @@ def build_run(settings: Settings, process: OneProcess, origin: SnapshotOrPretrai
     val = ValBatches(data.val_tokens, size, seq_len, settings.eval_tokens, device)
     metadata = make_snapshot_metadata(settings, process, config, data, resumed)
     torch.manual_seed(settings.seed)  # for parameters that model.py itself draws
-    model = make_model_without_memory(config, process.make_model)
+    model = make_model_on_meta(config, process.make_model)
     if resumed is not None:
         check_shapes(resumed.path, resumed.state["model"], model.state_dict())
         resume.check_data_unchanged(resumed.state, metadata, resumed.path)

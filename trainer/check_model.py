@@ -55,7 +55,7 @@ class EmptyOnMeta(TorchFunctionMode):
         return func(*args, **{**(kwargs or {}), **on_meta})
 
 
-def make_model_without_memory(
+def make_model_on_meta(
     config: MiniGPTConfig, make: Callable[[MiniGPTConfig], MemorySavingGPT]
 ) -> MemorySavingGPT:
     """Return the model that `make` makes, with the weights of its layers on device "meta". Raises

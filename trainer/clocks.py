@@ -110,10 +110,10 @@ def measuring_peak(
 ) -> Iterator[None]:
     """Context of a step whose peak memory is measured, and printed beside the prediction.
 
-    On a GPU the peak comes from torch's allocator, which has only one: the peaks in later log lines
-    are also since this step. On a CPU the planner's recorder counts the storages of the real step,
-    as it counted those of the simulated one. If memory runs out in the step, the peak is that of
-    two attempts, and is not printed.
+    On a GPU the peak comes from torch's allocator, which has only one, so later log lines also
+    show the peak since this step. On a CPU the planner's recorder counts the storages of the real
+    step, as it counted those of the simulated one. If memory runs out in the step, the peak is that
+    of two attempts, and is not printed.
     """
     predicted, recorder, on_gpu = clock.predicted, OpRecorder(), process.device.type == "cuda"
     if on_gpu:

@@ -222,7 +222,7 @@ class MemoryBudget:
         return None if self.limit_bytes is None else self.limit_bytes - self.margin
 
     @property
-    def bytes_beside_context(self) -> int | None:
+    def bytes_left_by_context(self) -> int | None:
         """Bytes that tensors can take at most, without any margin: the total minus CUDA_CONTEXT
         (minus the margin, if that is less); None: unknown. The free memory of a GPU is what a
         context has left."""

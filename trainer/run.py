@@ -108,7 +108,7 @@ class Run:
         where = self.process.device.type
         return torch.autocast(where, dtype, enabled=enabled, cache_enabled=False)
 
-    def evaluation_rounds(self) -> Iterator[int]:
+    def first_batches_until_stop(self) -> Iterator[int]:
         """Yield the number of the first batch of each round of an evaluation, in which each replica
         evaluates one batch.
 

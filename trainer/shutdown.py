@@ -127,7 +127,7 @@ def describe_error(error: Exception, settings: Settings, run: Run | None) -> tup
 
 
 def resume_hint(run: Run) -> str:
-    """Return a hint how to continue after `run` has stopped, which ends with a command."""
+    """Return a hint, which ends with a command, how to continue after `run` has stopped."""
     if not run.saved_step:
         return "start again (nothing was saved yet)"
     return (

@@ -125,9 +125,9 @@ class TorchrunProcess(OneProcess):
 def agree_on_key(store: "dist.Store", rank: int, world_size: int, timeout: timedelta) -> str:
     """Return a key that all processes of this attempt agree on, and that no earlier attempt used.
 
-    A new attempt begins each time torchrun starts the processes again. Each process writes a random
-    key over the key of the same rank in the attempt before, and then repeatedly reads the keys of
-    all ranks and writes the hash of them. A hash that includes this process's new key must come
+    A new attempt begins each time torchrun starts the processes again. Each process replaces
+    its rank's key of the previous attempt by a random one; then it repeatedly reads all ranks' keys
+    and writes their hash. A hash that includes this process's new key must come
     from a living process, so when the hashes of all ranks are equal, all processes are alive and
     agree on the hash, which is the result. (torchrun also counts attempts, but its counts can
     differ between machines.)

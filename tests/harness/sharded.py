@@ -32,7 +32,7 @@ from model import MiniGPT, MiniGPTConfig  # noqa: E402
 from train_ddp import DDPProcess  # noqa: E402
 from train_fsdp import FSDPProcess  # noqa: E402
 from train_sp import SPProcess  # noqa: E402
-from trainer.check_model import check_model, make_model_without_memory  # noqa: E402
+from trainer.check_model import check_model, make_model_on_meta  # noqa: E402
 from trainer.optimizer import make_optimizer  # noqa: E402
 from trainer.process import OneProcess  # noqa: E402
 from trainer.reproducible_sums import GradientTree  # noqa: E402
@@ -47,7 +47,7 @@ def new_model(
     process: OneProcess, config: MiniGPTConfig, dtype: torch.dtype = torch.float32
 ) -> MiniGPT:
     torch.manual_seed(0)
-    model = make_model_without_memory(config, process.make_model).to(dtype)
+    model = make_model_on_meta(config, process.make_model).to(dtype)
     with (
         patch.object(OneProcess, "allocate_parameters", no_whole_model)
         if process.layout.shard_degree > 1
@@ -232,7 +232,7 @@ def accepts(process: OneProcess, recompute: str) -> bool:
     """Return whether a trainer starts with this policy and the present MiniGPT."""
     config = replace(SHAPE, recompute=recompute)
     try:
-        check_model(make_model_without_memory(config, process.make_model), process, torch.float32)
+        check_model(make_model_on_meta(config, process.make_model), process, torch.float32)
     except MiniGPTError:
         return False
     return True
