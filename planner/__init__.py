@@ -1,6 +1,5 @@
-"""Predict the memory and the time of a training step before it runs.
-
-A prediction needs no GPU, and almost no memory.
+"""Predict the memory and the time of a training step before it runs. A prediction needs neither a
+GPU nor much memory, because the step runs on tensors without data.
 
 step.py         simulate one step of MiniGPT (read this file first)
 any_model.py    simulate one step of any other model, with `plan_step`

@@ -1,9 +1,9 @@
 """Plan one training step of any model: an nn.Module whose forward returns a loss.
 
-A copy of the model runs the step on fake tensors, which have shapes but no data. The simulation
-needs no GPU and almost no memory, and it does not change the model. For MiniGPT use `Planner`
-(planner/step.py): it also plans all recompute policies and sharding, and finds the largest batch
-that fits.
+A copy of the model runs the step on fake tensors, which have shapes but no data, so that the
+simulation needs no GPU and almost no memory, and leaves the model unchanged. For MiniGPT use
+`Planner` (planner/step.py), which also plans recompute policies and sharding, and finds the largest
+batch that fits.
 """
 
 import math
@@ -54,36 +54,35 @@ def plan_step(
 ) -> StepMemory:
     """Return the memory, in bytes, of one training step of `model`: forward, backward and update.
 
-    The step's batch size is the first dimension of the first tensor in `batch`; 0: there is none.
-    The planned step is not the first step of a run. So the optimizer's state of all trained weights
-    exists before the step begins. Outputs of forward other than the loss, such as logits, are freed
-    before backward, as in `model(**batch).loss.backward()`. If the model holds a tensor that is
-    neither a parameter nor a registered buffer, this tensor is not counted. Tensors in closures and
-    globals are not copied with the model. So if forward changes such a tensor in place, the
-    original tensor changes.
-    On a CPU the plan of an nn.LSTM is too small (0.57 of a measured peak), because torch has a
-    separate CPU kernel for it.
+    The result's batch size is the first dimension of the first tensor in `batch`, or 0 if there is
+    none. The planned step is not the first of a run, so the optimizer's state of all trained
+    weights exists before the step begins. Outputs of forward other than the loss, such as logits,
+    are freed before backward, as in `model(**batch).loss.backward()`. A tensor of the model that is
+    neither a parameter nor a registered buffer is not counted. Tensors in closures and globals are
+    not copied with the model, so if forward changes one of them in place, the original changes. On
+    a CPU the plan of an nn.LSTM is too small (0.57 of a measured peak), because torch has a
+    separate CPU kernel for LSTMs.
 
     Args:
-        model: a module in training mode, on any device, also on "meta". The module is not changed.
-            Without `loss`, its forward returns the loss (one element), an object with `.loss`, or a
-            tuple or a dict in which the loss is the first tensor of one element.
+        model: a module in training mode, on any device, also on "meta"; it is not changed. Without
+            `loss`, its forward returns the loss (one element), an object with `.loss`, or a tuple
+            or a dict in which the loss is the first tensor of one element.
         batch: forward's keyword arguments (a dict), or its positional arguments (a tuple, a list).
         optimizer: function that makes the optimizer from a list of the trained parameters, such as
             `torch.optim.AdamW`. It may return a list of optimizers.
-        blocks: modules of the model, in the order in which they run. In the result each block has
-            its own segments of forward and backward.
+        blocks: modules of the model, in the order in which they run; in the result, each has its
+            own segments of forward and backward.
         recompute: "none", "full", or a list of some of the model's modules. Each listed module, or
             with "full" each block, runs in an activation checkpoint
             (`torch.utils.checkpoint.checkpoint`).
         loss: function (forward's result, batch) -> loss. None: the model returns its loss.
         precision: dtype of autocast; float32: no autocast. (The plan uses the autocast of a CPU.
-            The autocast of CUDA runs more functions in float32, such as `torch.pow`. So a model
-            that calls these functions takes more memory on CUDA than planned.)
-        device_type: type of the device for which the step is planned: "cpu", "cuda" or "mps". The
-            model itself may be on another device.
+            CUDA's autocast runs more functions in float32, such as `torch.pow`, with which a model
+            takes more memory than planned.)
+        device_type: type of the device for which the step is planned, "cpu", "cuda" or "mps",
+            whatever device the model is on.
         card_name: the planned card's name in CARDS; None: this machine's GPU.
-        accumulates_gradients: the gradients of an earlier micro-batch exist in forward.
+        accumulates_gradients: True: the gradients of an earlier micro-batch exist in forward.
 
     Raises PlanError (a ValueError) if an argument is invalid, if forward returns no loss, if the
     code of the model or of the optimizer depends on values of floating-point tensors, if a gradient
@@ -106,11 +105,9 @@ def record_step(
     card_name: str | None = None,
     accumulates_gradients: bool = False,
 ) -> StepRecord:
-    """Return the record of the step that `plan_step` plans, with a name for each storage.
-
-    The record names lines of the files that define the model's classes. Arguments and errors: as in
-    `plan_step`.
-    """
+    """Return the record of the step that `plan_step` plans. The record names each storage, and
+    lines in the files that define the model's classes. Arguments and errors are those of
+    `plan_step`."""
     stack = list(dict.fromkeys(blocks)) if isinstance(blocks, Iterable) else []
     named = {"none": [], "full": stack}
     replayed = named.get(recompute) if isinstance(recompute, str) else [*recompute]
@@ -142,7 +139,7 @@ def record_step(
     for module in replayed or ():
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     if replayed:
-        # A recomputed block would fill a KV cache a second time. So turn the cache off. The package
+        # Turn the KV cache off, because a recomputed block would fill it a second time. The package
         # transformers does the same when its own activation checkpoints are on.
         configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
         for config in [config for config in configs if hasattr(config, "use_cache")]:
@@ -198,8 +195,8 @@ def make_optimizers(
     if not {id(p) for group in groups for p in group["params"]} <= {*map(id, trained)}:
         raise PlanError("optimizer: make it of the parameters that it is given")
     for group in [g for g in groups if g.get("foreach", 0) is None]:
-        # Set torch's default for the planned device. (torch itself would choose the default for
-        # a CPU, because these tensors are on a CPU.)
+        # Torch's default for the planned device; torch itself would choose the default for a CPU,
+        # because these tensors are on a CPU.
         group["foreach"] = device_type == "cuda" and not group.get("fused")
     return optimizers
 
@@ -222,8 +219,8 @@ def record_training_step(
         log.label_storage(tensor, "activations", "batch")
     forward_and_backward(log, forward, precision, True)
     with plan_errors("optimizer"):
-        # The first update makes the optimizer's state. Of this update the record keeps only the
-        # state, as if it had existed before the step.
+        # The first update makes the optimizer's state. The record keeps nothing else of this
+        # update, as if the state had existed before the step.
         n_ops, n_storages = log.n_ops, len(log.storages)
         for optimizer in optimizers:
             optimizer.step()
@@ -240,8 +237,7 @@ def record_training_step(
 
 def loss_in(result: Any) -> Tensor:
     """Return the loss in the result of forward: `.loss`, or the first tensor of one element that
-    requires a gradient. Raises PlanError if there is none.
-    """
+    requires a gradient. Raises PlanError if there is none."""
     leaves = [getattr(result, "loss", None), *tree_leaves(result)]
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
     loss = next((tensor for tensor in tensors if tensor.numel() == 1), None)
@@ -254,18 +250,14 @@ def loss_in(result: Any) -> Tensor:
 
 
 def becomes_fake(tensor: Tensor) -> bool:
-    """Return True for a tensor that has no data in the simulation.
-
-    Such a tensor is fake, is on the device "meta", or has floating-point elements.
-    """
+    """Return whether a tensor has no data in the simulation: because it is fake, because it is on
+    the device "meta", or because its elements are floating-point."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.is_floating_point()
 
 
 def copy_tensor_for_simulation(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU; return the copy.
-
-    The copy has no data if `becomes_fake(tensor)`. Call this function only inside a FakeTensorMode.
-    """
+    """Return a copy of a tensor on the CPU, without data if `becomes_fake(tensor)`. Call this
+    function only inside a FakeTensorMode."""
     if not becomes_fake(tensor):
         return tensor.to("cpu", copy=True)
     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
@@ -275,8 +267,8 @@ def copy_tensor_for_simulation(tensor: Tensor) -> Tensor:
 class FakeModeWithRealInts(FakeTensorMode):
     """Fake tensor mode in which integer tensors are real if they depend on integer tensors only.
 
-    Such tensors are small, and models branch on their values. For example, a model tests whether a
-    mask contains padding, or whether positions start at 0 again.
+    Such tensors are small, and models branch on their values, for example on whether a mask
+    contains padding, or whether positions start at 0 again.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

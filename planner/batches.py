@@ -27,9 +27,9 @@ def largest_batch(
     Args:
         one, two: steps with two different batch sizes.
         head: function that maps a number of sequences to the head's bytes.
-        on_cpu: True if the step is planned for a CPU. Its peak then includes the host buffers of
-            offload, but not their padding, which is not proportional to the batch, so the result is
-            an upper bound.
+        on_cpu: True: the steps are planned for a CPU, where a peak includes the host buffers of
+            offload. Their padding does not grow linearly with the batch and is left out, so the
+            result is an upper bound.
     """
     outside, heads = [], []
     for step in (one, two):

@@ -1,9 +1,9 @@
 """List the cards that --card can name: memory, FLOP/s, bytes/s, and the source of each figure.
 
 Each card here is a GPU. FLOP/s are the maker's peak rates of matrix products as training can use
-them: without sparsity, and with sums in float32. (Since Ampere, NVIDIA's data sheets print the
-rates with sparsity, which are twice as high. With float32 sums a GeForce has half the rate that it
-has with float16 sums.) Kernels reach only a share of a peak; planner/roofline.py has this share.
+them: without sparsity, and with float32 accumulation. (Since Ampere, NVIDIA's data sheets print the
+rates with sparsity, which are twice as high. On a GeForce, float32 accumulation halves the rate of
+float16 accumulation.) Kernels reach only a share of a peak, which planner/roofline.py has.
 """
 
 import difflib
@@ -51,7 +51,7 @@ CARDS = {
         # With tensor cores, float16 is four times as fast on RTX 20; float16 and bfloat16 are twice
         # as fast on RTX 30, 40 and 50. (Whitepapers Turing, GA102, Ada, RTX Blackwell; on TITAN RTX
         # float16 is eight times as fast.) RTX 20 has no hardware for bfloat16, GTX 10 and 16 have
-        # no tensor cores: there, float32's rate stands for what is missing.
+        # no tensor cores, so the table has float32's rate instead of the missing rates.
         make_card("GTX 1050 Ti", 3.9, 2.14, 2.14, 2.14, 112),
         make_card("GTX 1060 6GB", 5.9, 4.37, 4.37, 4.37, 192),
         make_card("GTX 1070", 7.9, 6.46, 6.46, 6.46, 256),
@@ -129,9 +129,9 @@ CARDS = {
         # ---- NVIDIA, workstations
         # Source: NVIDIA's data sheets of each card, for Quadro RTX also the whitepaper Turing. From
         # RTX A4000 on they list tensor rates with sparsity: in float16 and bfloat16, or in FP8
-        # (Ada) or FP4 (Blackwell). Without sparsity, the rate in float16 is a half, a quarter and
-        # an eighth of them. The error correction of RTX A4000 to A6000 is off by default, so ECC
-        # takes no memory here.
+        # (Ada) or FP4 (Blackwell). The rate in float16 without sparsity is a half, a quarter and an
+        # eighth of these rates. The error correction of RTX A4000 to A6000 is off by default, so
+        # ECC takes no memory here.
         make_card("Quadro RTX 5000", 15.4, 11.2, 11.2, 89.2, 448),
         make_card("Quadro RTX 6000", 22.2, 16.3, 16.3, 130.5, 672),
         make_card("Quadro RTX 8000", 44.5, 16.3, 16.3, 130.5, 672),
@@ -157,8 +157,8 @@ CARDS = {
         # that an A10G has 125 TFLOP/s, but this is the figure of another card, the A10.) P4, P40
         # and P100 have no tensor cores. They, V100 and T4 have no hardware for bfloat16: products
         # in bfloat16 run at the rate of float32, and on the P cards so do those in float16, because
-        # sums are in float32. A800, H800: A100 and H100 with slower links. The memory of GB200,
-        # B300 and GB300 is an estimate from what the data sheets leave for one GPU.
+        # they accumulate in float32. A800, H800: A100 and H100 with slower links. The memory of
+        # GB200, B300 and GB300 is an estimate from what the data sheets leave for one GPU.
         make_card("P4", 7.4, 5.5, 5.5, 5.5, 192),
         make_card("P40", 22.3, 11.8, 11.8, 11.8, 346),
         make_card("P100 PCIe 16GB", 15.9, 9.3, 9.3, 9.3, 732),
@@ -196,8 +196,8 @@ CARDS = {
         # ---- AMD
         # Source: AMD's data sheets and product pages, lines "Peak Single Precision Matrix (FP32)"
         # and "Peak Half Precision (FP16) / bfloat16 Matrix" without sparsity. MI250 and MI250X are
-        # two devices for PyTorch: the figures are those of one of them. The names of the devices
-        # are PyTorch's, which calls AMD's GPUs "cuda", too.
+        # two devices for PyTorch: the figures are those of one of them. The device type is "cuda",
+        # as PyTorch calls AMD's GPUs, too.
         make_card("MI100", 31.9, 46.1, 92.3, 184.6, 1228.8),
         make_card("MI210", 63.9, 45.3, 181, 181, 1638.4),
         make_card("MI250", 63.9, 45.3, 181, 181, 1638.4),
@@ -297,8 +297,8 @@ def canonical_card_name(text: str) -> str:
     """Return the card's name in CARDS for a text that names a card; or return THIS_MACHINE.
 
     Valid texts are "RTX 4090", "rtx-4090", "4090", "a100_40gb", and names that
-    torch.cuda.get_device_name() returns. For another text raises ValueError, which says how to plan
-    for a card that CARDS does not have, and names up to three similar cards.
+    torch.cuda.get_device_name() returns. Raises ValueError for any other text, with a message that
+    tells how to plan for a card that CARDS does not have, and that names up to three similar cards.
     """
     if name := CANONICAL_NAMES.get(normalize_name(text)):
         return name
@@ -335,11 +335,11 @@ def is_before_ampere(card: Card) -> bool:
 
 
 def match_card(device_name: str, memory: int) -> Card | None:
-    """Return the card that CUDA calls `device_name`; None if CARDS does not have this card.
+    """Return the card that CUDA calls `device_name`, or None if CARDS does not have this card.
 
     Some cards are sold with several memory sizes under one name; `memory` (bytes) tells the size.
-    The result is None if `memory` and the card's memory differ by 15 % or more, as for a part of a
-    GPU (MIG). It is None, too, if the name is that of a variant which CARDS does not have.
+    The result is also None if `memory` and the card's memory differ by 15 % or more, as for a part
+    of a GPU (MIG), and for a variant of a card that CARDS does not have.
     """
     name = normalize_name(device_name)
     named = (
@@ -356,11 +356,10 @@ def choose_card(
     """Return the card for which seconds are estimated; None if the card is unknown.
 
     Args:
-        name: value of --card. THIS_MACHINE: measure `device`, in two or three seconds, attention
-            with sequences of `seq_len` tokens and heads of `head_size`. None: this machine's CUDA
-            GPU, if CARDS has it.
-        tf32: the float32 rate of the returned card is the rate of TF32, which is half of its
-            bfloat16 rate (unless this half is less than the card's float32 rate).
+        name: value of --card. THIS_MACHINE: measure `device`, which takes about three seconds.
+            None: this machine's CUDA GPU, if CARDS has it.
+        tf32: True: the returned card's float32 rate is that of TF32, which is half of its bfloat16
+            rate (unless this half is less than the card's float32 rate).
     """
     if name == THIS_MACHINE:
         return measure_this_machine(device, seq_len, head_size)

@@ -71,11 +71,8 @@ def simulate_policies_fastest_first(
 
 
 def recomputed_flops_key(step: StepMemory) -> tuple[float, int]:
-    """Return a key that sorts policies by cost: (recomputed FLOPs per token, sum of indices).
-
-    The second value breaks ties: the sum, over all blocks, of the index of the block's policy in
-    POLICY_NAMES.
-    """
+    """Return a key that sorts policies by cost: (recomputed FLOPs per token, a tie-breaker). The
+    tie-breaker is the sum, over all blocks, of the index of the block's policy in POLICY_NAMES."""
     policies = recompute_plan_of_config(step.config).policies
     flops_per_token = step.needed_and_replayed_flops[1] / (step.batch_size * step.seq_len)
     return flops_per_token, sum(map(POLICY_NAMES.index, policies))
@@ -98,8 +95,8 @@ def uniform_policies(planner: Planner) -> list[str]:
     """Return the policies of UNIFORM_POLICIES that suit the planner's device and sharding.
 
     With sharded weights, policies with groups of blocks are left out, because weights are gathered
-    block by block; on "mps", policies that keep the result of the fused attention operator, because
-    attention is not fused there.
+    block by block. On "mps", policies that keep the fused attention operator's result are left out,
+    because attention is not fused there.
     """
     left_out = {"full/2"} if planner.layout.shard_degree > 1 else set()
     if planner.device_type == "mps":
@@ -113,7 +110,7 @@ def enumerate_policy_strings(
     """Return a policy string for each policy in all blocks, and for each pair of policies.
 
     A pair has one policy, never `none`, in the first N blocks and another in the rest. Only the
-    first may have groups of blocks, and N is then a multiple of their size.
+    first policy may have groups of blocks, and N is then a multiple of the group size.
     """
     names = list(policies)
     for first, rest in permutations(policies, 2):

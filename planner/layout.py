@@ -31,12 +31,12 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Number of micro-batches that are computed at the same time."""
+        """Number of micro-batches that the processes compute at the same time."""
         return self.world_size // self.sp_degree
 
     @property
     def replica_index(self) -> int:
-        """Number of this process's replica, 0 .. replicas - 1."""
+        """Index of this process's replica, 0 .. replicas - 1."""
         return self.rank // self.sp_degree
 
     @property

@@ -39,8 +39,8 @@ class Storage:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    born: int  # number of the operator that made it, from 1 on; 0: existed before the step
-    died: float = math.inf  # number of the last operator before it was freed; inf: not freed
+    born: int  # index in `ops` of the operator that made it; 0: existed before the step
+    died: float = math.inf  # index of the last operator before it was freed; inf: not freed
     operator: str = ""  # name of the operator that made it: "addmm"
     line: str = ""  # the line that called this operator: "model.py:87"
     phase: str = ""  # forward, head, backward or optimizer
@@ -56,23 +56,20 @@ class CallSite(NamedTuple):
 
     module: str  # "blocks.0.mlp.c_fc"; "": the model itself, or no module
     file_and_line: str  # "model.py:106"
-    # True: the operator belongs to backward, and `module` and `file_and_line` are those of the
-    # forward operator whose gradient it computes (but the line of memory/ that called it, if any).
+    # True: an operator of backward, with the module and the line of the forward operator whose
+    # gradient it computes (or with the line in memory/ that called it, if there is one).
     is_backward: bool = False
 
 
 UNKNOWN_SITE = CallSite("", "")
 
-# Start of a phase: (number of its first operator, its name, index of the block that runs or None)
+# Start of a phase: (index of its first operator, its name, index of the block that runs or None)
 PhaseMark = tuple[int, str, int | None]
 
 
 class Op(NamedTuple):
-    """An operator that ran.
-
-    An operator that returns a view has the name "", and only its `phase_mark`, its `call_site` and
-    `replayed` are set.
-    """
+    """An operator that ran. If it returns a view, its name is "", and only `phase_mark`,
+    `call_site` and `replayed` are set."""
 
     name: str
     phase_mark: PhaseMark
@@ -104,10 +101,10 @@ class OpRecorder(TorchDispatchMode):
         self.ops = [Op("", self.phase_marks[0])]  # ops[n]: operator n; ops[0]: before the step
         self.storages: list[Storage] = []  # in order of birth
         self.live_storages: dict[int, tuple[weakref.ref, Storage]] = {}  # live storages, by address
-        self.times = 1  # how many real operators each recorded one stands for
-        self.forward_end = 0  # number of forward's last operator
-        self.block_end = 0  # number of the last operator of the block that ran last
-        # True: operators run between the blocks, or a block gets more tensors than the stream.
+        self.times = 1  # number of real operators that each recorded one represents
+        self.forward_end = 0  # index of forward's last operator
+        self.block_end = 0  # index of the last operator of the block that ran last
+        # True: operators run between the blocks, or a block gets other tensors besides x.
         self.loop_has_ops = False
         # Gradients accumulated so far; none in the first micro-batch.
         self.gradient_sums: set[Storage] = set()
@@ -117,17 +114,17 @@ class OpRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # (With True a wrapper of `__torch_dispatch__` would turn torch.compile off, which takes
-        # longer than recording. Nothing is compiled here.)
+        # (With True a wrapper of `__torch_dispatch__` would turn torch.compile off in each call.
+        # This takes longer than recording, and nothing is compiled here.)
         return False
 
     @property
     def n_ops(self) -> int:
-        """Number of operators so far; also the number of the last operator."""
+        """Number of operators so far; also the index of the last operator."""
         return len(self.ops) - 1
 
     def enter_phase(self, phase: str, block: int | None = None) -> None:
-        """Begin a phase with the next operator, in the block of index `block` or (None) in no
+        """Begin a phase with the next operator, in the block with index `block`; None: in no
         block."""
         self.phase_marks.append((self.n_ops + 1, phase, block))
 
@@ -146,7 +143,7 @@ class OpRecorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # not recorded: it does no work, and it is frequent
         kwargs = kwargs or {}
-        # torch 2.11 cannot run this one on fake tensors.
+        # torch 2.11 cannot run this operator on fake tensors.
         skipped = func is ADDMM_IN_FLOAT32 and isinstance(kwargs["out"], FakeTensor)
         result = kwargs["out"] if skipped else func(*args, **kwargs)
         names = (parameter.name for parameter in operator_schema(func).parameters)
@@ -269,7 +266,7 @@ def bytes_spanned_in_storage(tensor: Tensor) -> int:
 
 
 def make_storage(tensor: Tensor, born: int) -> Storage:
-    """Return a new `Storage` for the memory of a tensor, made by operator number `born`."""
+    """Return a new `Storage` for the memory of a tensor, made by the operator with index `born`."""
     # (`tensor.device` of a fake tensor would run an operator.)
     device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
     size = tensor.untyped_storage().nbytes()
@@ -281,10 +278,9 @@ class CallSiteTracker:
     `track_running_module()`.
 
     Autograd runs the operators of backward, so no line of the model calls them. But each node of
-    its graph has the same sequence number in forward and in backward, under which the tracker
-    stores a call site in forward, and looks it up in backward. (It does not search the local
-    variables of the stack's frames for modules, because that would keep tensors alive that are
-    about to be freed.)
+    its graph has the same sequence number in forward and in backward: the tracker stores a call
+    site under this number in forward, and looks it up in backward. (A search for modules in the
+    stack's local variables would keep tensors alive that are about to be freed.)
 
     Args:
         model: the model that runs.
@@ -339,8 +335,8 @@ class CallSiteTracker:
 
 
 def innermost_line(name_of_file: Callable[[str], str]) -> str:
-    """Return the innermost line on the stack that is in a named file, such as "model.py:87"; "":
-    none is. `name_of_file`: path of a file -> its name; "": it has none."""
+    """Return the innermost line on the stack that is in a named file, such as "model.py:87", or ""
+    if there is none. `name_of_file`: path of a file -> its name, or ""."""
     for frame, number in walk_stack(sys._getframe()):
         if name := name_of_file(frame.f_code.co_filename):
             return f"{name}:{number}"
@@ -360,10 +356,10 @@ def name_in_sources(file: str, sources: tuple[PurePath, ...]) -> str:
 def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[Storage]:
     """Return the storages that `forward()` makes on the model's device and keeps for backward.
 
-    `forward` runs with gradients and returns a tensor. Parameters and inputs, which exist before,
-    do not count. Autocast's low-precision copies of weights count, and so do the gradients that the
-    head makes in forward (`loss_chunks`). If the model was built on fake tensors, the call needs no
-    memory.
+    `forward` runs with gradients and returns a tensor. Parameters and inputs do not count, because
+    they exist before. Autocast's low-precision copies of weights count, and so do the gradients
+    that the head makes in forward (`loss_chunks`). If the model was built on fake tensors, the call
+    needs no memory.
     """
     weight = next(model.parameters())
     log = OpRecorder()

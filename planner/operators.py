@@ -30,11 +30,11 @@ LEFT_MATRIX_ARGUMENT_BY_OP = {
 EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 # Operators that write their argument without reading its old values.
 WRITE_ONLY_OPS = {"copy_", "fill_", "zero_", "normal_"}
-# (operator, argument): by torch's schema the operator writes to it, but without a GradScaler it
-# only reads it.
+# (operator, argument): by torch's schema the operator writes to this argument, but without a
+# GradScaler it only reads it.
 ONLY_READ_ARGUMENTS = {("_fused_adamw_", "grads")}
-# (operator, argument): the operator reads or writes only as many of its elements as it looks up or
-# adds.
+# (operator, argument): the operator reads or writes only those elements of the argument that it
+# looks up or adds to.
 INDEXED_ARGUMENTS = {
     ("embedding", "weight"), ("gather", "self"), ("index_select", "self"), ("index", "self"),
     ("scatter_", "self"), ("index_add_", "self"),
@@ -55,7 +55,7 @@ class SchemaArgument(NamedTuple):
 class OperatorSchema(NamedTuple):
     """The facts of an operator's schema that the planner needs."""
 
-    name: str  # "addmm"; with its library if this is not torch: "torchvision::nms"
+    name: str  # "addmm"; of another library than torch: "torchvision::nms"
     parameters: tuple[SchemaArgument, ...]
     is_view: bool  # returns arguments or views of them, and changes none of them
 
@@ -115,9 +115,9 @@ def count_flops(name: str, inputs: dict[str, Any], results: list[Tensor]) -> flo
         n_groups = results[0].size(0) if name == "_grouped_mm" and results[0].dim() == 3 else 1
         return 2 * results[0].numel() / n_groups * inputs[LEFT_MATRIX_ARGUMENT_BY_OP[name]].size(-1)
     if name in ("convolution", "convolution_backward"):
-        # Each output (if transposed: each input) is multiplied by the weights of one channel:
-        # (channels, channels of the other side / groups, *kernel). Backward has a product for the
-        # gradient of the input and one for that of the weight, as far as they are needed.
+        # Each output (if transposed: each input) is multiplied by the weights of one channel, of
+        # shape (channels of the other side / groups, *kernel). Backward has one product for the
+        # gradient of the input and one for the gradient of the weight, if they are needed.
         output = inputs.get("grad_output", results[0])
         many = inputs["input"] if inputs["transposed"] else output
         products = sum(inputs.get("output_mask", (True,))[:2])
@@ -155,8 +155,8 @@ def cublas_workspace_bytes(card: str | None = None) -> int:
 
     Source: `getChosenWorkspaceSize` in PyTorch's CublasHandlePool.cpp. Each workspace has 32 MiB on
     Hopper and Blackwell, 2 x 4,096 KiB + 8 x 16 KiB on NVIDIA's other GPUs, 128 MiB on MI300 and
-    MI350, and 32 MiB on AMD's other GPUs (among which an AMD GPU without a name counts). On all AMD
-    GPUs, each of the two threads has a second workspace of 76 MiB, for hipBLASLt.
+    MI350, and 32 MiB on AMD's other GPUs (also on an AMD GPU without a name). On all AMD GPUs, each
+    of the two threads has a second workspace of 76 MiB, for hipBLASLt.
     """
     name = card or ""
     if card is None and torch.cuda.is_available():  # (ROCm's major numbers are AMD's)

@@ -18,9 +18,9 @@ import torch
 from .op_recorder import PROJECT_FOLDER, Op, OpRecorder, PhaseMark, Storage
 from .timeline import StepMemory
 
-# Operator -> {pattern: names of its results}. The first pattern counts that is found in a call,
-# "forward MODULE < INPUT;INPUT;" or "backward MODULE < INPUT;INPUT;" with the names of the storages
-# that the operator reads. {read}: the first of these, {half}: see HALF_BY_INPUT.
+# Operator -> {pattern: names of its results}. The first pattern that matches a call counts. A call
+# is "forward MODULE < INPUT;INPUT;" or "backward MODULE < INPUT;INPUT;", with the names of the
+# storages that the operator reads. {read}: the first of these names, {half}: see HALF_BY_INPUT.
 RESULT_NAMES_BY_OP: dict[str, dict[str, tuple[str, ...]]] = {
     "_to_copy": {"": ("{dtype} copy of {read}",)},
     "embedding": {"": ("rows of {read}",)},
@@ -147,7 +147,7 @@ def explain_storages(log: OpRecorder, step: StepMemory) -> StepRecord:
     """
     reads: dict[Storage, list[tuple[Op, str]]] = defaultdict(list)  # (operator, argument) per read
     gradients: set[Storage] = set()  # made by operators of backward
-    times = Counter[tuple[str, PhaseMark]]()  # how often a block's run gave this name
+    times = Counter[tuple[str, PhaseMark]]()  # number of a block's results with this name
     for op in log.ops:
         for argument, storage in op.named_inputs:
             reads[storage].append((op, argument))
@@ -198,7 +198,7 @@ def group_name_and_kind(storage: Storage) -> tuple[str, str]:
 
 
 def name_of_result(op: Op, i: int, dtype: torch.dtype) -> str:
-    """Return a name for result number `i`, of dtype `dtype`, of an operator, such as
+    """Return the name of the result with index `i` and dtype `dtype` of an operator, such as
     "blocks.0.mlp.c_fc: output"."""
     module, _, is_backward = op.call_site
     inputs = "".join(f"{storage.name};" for _, storage in op.named_inputs)
@@ -216,8 +216,8 @@ def name_of_result(op: Op, i: int, dtype: torch.dtype) -> str:
 
 
 def read_source_line(line: str, files: Sequence[Path] = ()) -> str:
-    """Return the code of a line without its comment. `line`: its place, such as "model.py:106", in
-    one of `files`, or in this project."""
+    """Return the code of a line without its comment. `line`: file and line number, such as
+    "model.py:106"; the file is one of `files`, or in this project."""
     name, _, number = line.partition(":")
     file = next((file for file in files if file.name == name), PROJECT_FOLDER / name)
     return linecache.getline(str(file), int(number or 0)).split("#")[0].strip()

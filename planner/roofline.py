@@ -9,7 +9,7 @@ milliseconds.
 Left out:
 - caches: all bytes come from memory (caches would change the cost of a policy by about one
   percentage point)
-- offload's copies, which run at the same time as the computation (but may take longer than it)
+- offload's copies, which run at the same time as the computation (but may take longer)
 - the time of communication (`CommandPlan.exposed_communication_seconds` in scripts/plans.py adds
   it)
 - all FLOPs outside of matrix products
@@ -153,8 +153,8 @@ def measure_attention_flops_per_s(
 
 
 def measure_seconds(run: Callable[[], object]) -> float:
-    """Return the seconds of one call of `run`: the shortest time among calls for a tenth of a
-    second. On a GPU the time includes the GPU's work.
+    """Return the seconds of one call of `run`: the shortest time that is measured in a tenth of a
+    second. On a GPU it includes the GPU's work.
 
     (By the median, a long and a short operator could not be compared, because other programs on the
     machine slow down all long calls, but only some of the short calls.)

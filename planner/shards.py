@@ -35,8 +35,8 @@ runs. The planned memory equals what torch's FSDPMemTracker counts, to the byte,
 buffers, which the tracker does not see. The table above follows
 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py; torch 2.11 and torch 2.13 were measured,
 and take the same number of bytes. The table also holds on a GPU, where the copies run on separate
-streams, because Python allocates in the same order as on a CPU. Weights that an optimizer gathers
-are not counted (Muon's, a few full matrices at a time).
+streams, because Python allocates in the same order as on a CPU. The few full matrices that Muon
+gathers at a time for its update are not counted.
 """
 
 from collections.abc import Iterable
@@ -89,12 +89,12 @@ def state_bytes(model: MiniGPT, optimizer_state: Iterable[Tensor], n: int) -> in
 
     `model` and `optimizer_state` are whole, and may be on "meta": nothing is simulated.
     """
-    tensors = chain(model.parameters(), model.parameters(), optimizer_state)  # (also gradients)
+    tensors = chain(model.parameters(), model.parameters(), optimizer_state)  # twice: gradients
     return root_group_bytes(model, n) + sum(shard_bytes(tensor, n) for tensor in tensors)
 
 
 def shard_bytes(tensor: Tensor, n: int) -> int:
-    """Return the bytes of a 1 / n of a tensor's rows, rounded up to whole rows."""
+    """Return the bytes of 1 / n of a tensor's rows, rounded up to whole rows."""
     return -(-len(tensor) // n) * (tensor.nbytes // len(tensor)) if tensor.dim() else tensor.nbytes
 
 
@@ -115,10 +115,10 @@ def add_fsdp_storages(
         model: the full model, with its gradients.
         local_model: a model with this rank's shards of all parameters, and their gradients.
         n: the number of processes.
-        sums: bfloat16 weight, or shard -> sums of its gradients of earlier micro-batches.
+        sums: weight in bfloat16, or shard -> sums of its gradients of earlier micro-batches.
         gloo: also add the buffers of gloo, the communication backend of CPUs.
-        in_bfloat16: blocks are gathered in bfloat16.
-        copies: gradients are received in copies (`Planner.gradient_copies`).
+        in_bfloat16: True: blocks are gathered in bfloat16.
+        copies: True: gradients are received in copies (`Planner.gradient_copies`).
     """
     times, now = op_bounds_by_phase_and_block(log), log.n_ops
 
@@ -127,8 +127,8 @@ def add_fsdp_storages(
             log.add_non_tensor_storage(size, name, GATHERED_REASON, born, died, kind)
 
     def add_all_gather(size: int, arrives: int, used: int, begin: int, end: int) -> None:
-        """Add an all-gather buffer of `size` bytes, from operator `arrives` to operator `used`. Add
-        full weights of the same size, from operator `begin` to operator `end`."""
+        """Add an all-gather buffer of `size` bytes from operator `arrives` to operator `used`, and
+        full weights of the same size from operator `begin` to operator `end`."""
         add("parameters", "weights as they arrive", size, arrives, used)
         add("temporaries", GLOO, size * gloo, arrives, arrives)
         add("parameters", "gathered weights", size, begin, end)
@@ -136,15 +136,16 @@ def add_fsdp_storages(
     def add_reduce_scatter(
         whole: list[nn.Parameter], shards: list[nn.Parameter], end: int, at: int, then: int
     ) -> None:
-        """Free the full gradients of the weights `whole` after operator `end`. Add a reduce-scatter
-        buffer with copies of these gradients, from operator `at` to operator `then`."""
+        """Free the full gradients of the weights `whole` after operator `end`, and add a
+        reduce-scatter buffer with copies of these gradients from operator `at` to operator
+        `then`."""
         size = n * sum(shard.nbytes for shard in shards)
         add("gradients", AVERAGED, size, at, then)
         buffer = (RECEIVED, size) if copies else (GLOO, size * gloo)
         add("temporaries", *buffer, at, min(at, then))
         replace_gradients_by_shards(log, whole, shards, sums, end)
 
-    # The root group's full weights stay until backward ends. A table's stay until blocks begin.
+    # The root group's full weights stay until backward ends, those of a table until blocks begin.
     begin, first = times["forward", None][0], times["forward", 0][0]
     root, shards = (root_group_params(each, in_bfloat16) for each in (model, local_model))
     size = n * sum(shard.nbytes for shard in shards)
@@ -183,7 +184,7 @@ def replace_gradients_by_shards(
 ) -> None:
     """Replace the full gradients of `whole` by those of `shards` after operator `end`, and set the
     `.grad` of each full parameter to None. `sums`: see `add_fsdp_storages`."""
-    # (A frozen weight has no gradient. Its shard's is counted all the same.)
+    # (A frozen weight has no gradient, but the gradient of its shard is counted all the same.)
     gradients = [parameter.grad for parameter in whole if parameter.grad is not None]
     gradients += [sums.pop(parameter) for parameter in {*whole} & {*sums}]
     storages = [log.find_storage(gradient) for gradient in gradients]
@@ -202,11 +203,9 @@ def replace_gradients_by_shards(
 def op_bounds_by_phase_and_block(
     log: OpRecorder,
 ) -> dict[tuple[str, int | None], tuple[int, int, int]]:
-    """Return a dict: (phase, block) -> the positions of three operators in the record.
-
-    A phase may visit a block several times. The three are the first operator of the first visit,
-    the first operator of the last visit, and the last operator of the last visit.
-    """
+    """Return a dict: (phase, block) -> the indices of three operators in the record: the first of
+    the phase's first visit to the block, the first of its last visit, and the last of its last
+    visit."""
     times: dict[tuple[str, int | None], tuple[int, int, int]] = {}
     for (at, phase, block), (then, *_) in pairwise([*log.phase_marks, (log.n_ops + 1, "", None)]):
         begin, _, _ = times.get((phase, block), (at, 0, 0))

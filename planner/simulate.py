@@ -1,7 +1,7 @@
 """Simulate the forward and the backward of any model on fake tensors, which have no data.
 
 planner/step.py uses these functions for MiniGPT, planner/any_model.py for every other model, so
-this file, and all that it imports, knows neither model.py nor memory/.
+neither this file nor any file that it imports depends on model.py or memory/.
 """
 
 import math
@@ -82,9 +82,9 @@ def recording_simulated_ops(
     """Record the operators that run on fake tensors in this context; yield the recorder.
 
     The fake tensors are always on a CPU. For "cuda", stand-ins for dropout and attention save the
-    same tensors as the fused kernels, and kernel workspaces are added; for "mps" both are not
-    fused, as in real training. `sources`: finds the call sites that the recorder stores; None:
-    store no call sites. `card_name`: the planned card; None: this machine's.
+    same tensors as the fused kernels, and kernel workspaces are added; for "mps" neither is fused,
+    as in real training. `sources`: finds the call sites that the recorder stores; None: store no
+    call sites. `card_name`: the planned card; None: this machine's.
     """
     on_cuda = device_type == "cuda"
     with (
@@ -193,7 +193,7 @@ def phase_hooks(
 
     The head begins after the module `last`, which is the last of `blocks` or a module after them.
     """
-    indices: dict[nn.Module, list[int]] = {}  # several for a block that layers share
+    indices: dict[nn.Module, list[int]] = {}  # several for a block that runs several times
     for i, block in enumerate(blocks):
         indices.setdefault(block, []).append(i)
     next_call = {block: iter(own) for block, own in indices.items()}
@@ -203,7 +203,7 @@ def phase_hooks(
         i: Any = own[0]
         if len(own) > 1:  # a recomputation is of the call whose backward runs
             i = next(next_call[block], own[-1]) if in_forward else log.phase_marks[-1][2]
-        # Backward of block i ends when its input's gradient exists.
+        # Backward of block i ends when the gradient of the block's input exists.
         if in_forward:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
             log.loop_has_ops |= len(tensors) > 1 or i > 0 and log.n_ops > log.block_end
@@ -223,8 +223,8 @@ def phase_hooks(
             when_gradient_is_there(output, len(blocks) - 1 if last in blocks else None)
 
     def when_gradient_is_there(tensors: Any, i: int | None) -> None:
-        """Enter backward of block i as soon as the gradient exists of the first tensor in `tensors`
-        that requires one."""
+        """Enter backward of block i as soon as the first tensor in `tensors` that requires a
+        gradient has one."""
         leaves = filter(torch.is_tensor, tree_leaves(tensors))
         for tensor in [leaf for leaf in leaves if leaf.requires_grad][:1]:
             tensor.register_hook(lambda _: log.enter_phase("backward", i))

@@ -2,7 +2,7 @@
 peak, and the phase and the block in which the peak occurs.
 
 The planner runs one step with the real model, optimizer and recompute policies, but on fake tensors
-(see planner/simulate.py). planner/choose.py uses the results of the planner to choose a policy.
+(see planner/simulate.py). planner/choose.py chooses a policy by the results of the planner, and
 planner/formulas.py computes the same figures by formulas.
 """
 
@@ -74,7 +74,7 @@ class Planner:
     """Plan training steps: run the real model, optimizer and recompute policies on fake tensors.
 
     The fake tensors are always on a CPU. For "cuda" the planner uses functions that keep the same
-    tensors as CUDA's fused dropout and fused attention. It also adds the workspaces of CUDA's
+    tensors as CUDA's fused dropout and fused attention, and it adds the workspaces of CUDA's
     kernels (planner/operators.py). For "mps" dropout and attention are not fused, as in real
     training.
     """
@@ -89,17 +89,17 @@ class Planner:
     clip_gradients: Callable[..., object] = nn.utils.clip_grad_norm_  # clips the gradients
     device_type: str = "cpu"
     accumulates_gradients: bool = False  # gradients of an earlier micro-batch exist in forward
-    # Which processes share what. The plan is for one process; with shared sequences for rank 0,
+    # Which processes share what. The plan is for one process: for rank 0 if sequences are shared,
     # because no other rank has more tokens or heads.
     layout: Layout = Layout()
-    # Number of pending sums of earlier gradients besides `.grad`. A parameter's sums are freed when
-    # its gradient is complete. (See --reproducible-sums)
+    # Number of pending sums of earlier gradients besides `.grad`, which are freed when the
+    # parameter's gradient is complete (see --reproducible-sums).
     n_pending_sums: int = 0
     # Gradients are sent or received in copies of this dtype; None: in place. With DDP the plan
     # counts all copies at once, as in the first step, in which one bucket has all gradients.
     gradient_copies: torch.dtype | None = None
-    gather_in_bfloat16: bool = False  # gather the blocks' shards in bfloat16
-    card_name: str | None = None  # name in CARDS; None: another card
+    gather_in_bfloat16: bool = False  # True: the blocks' shards are gathered in bfloat16
+    card_name: str | None = None  # name in CARDS; None: this machine's GPU
     on_simulate: Callable[[int], object] = lambda n: None  # gets each simulation's operators
 
     def __post_init__(self) -> None:
@@ -134,18 +134,15 @@ class Planner:
             make_optimizer_state(self.optimizer, self.local_model.parameters())
 
     def step(self, batch_size: int, **memory: Any) -> StepMemory:
-        """Return a planned step with `batch_size` sequences.
-
-        The result has the step's memory in bytes, and the FLOPs and the memory traffic of each
-        operator. `memory`: changed settings of the config, such as recompute="full".
-        """
+        """Return a planned step with `batch_size` sequences: its memory in bytes, and the FLOPs and
+        the memory traffic of each operator. `memory`: changed settings of the config, such as
+        recompute="full"."""
         config = self.model.normalized_config(replace(self.config, **memory))
         key, plan = (batch_size, config), recompute_plan_of_config(config)
         if key not in self.steps:
-            # Some memory of a call still exists when the next call runs: tensors that offload is
-            # copying, or all-gather buffers. This memory depends on both calls. So simulate the
-            # whole step if calls with offload have several policies, or if groups of sharded
-            # blocks are unequal.
+            # Simulate the whole step if calls with offload have several policies, or if groups of
+            # sharded blocks are unequal: tensors that offload is copying, and all-gather buffers,
+            # still exist when the next call runs, and depend on both calls.
             is_mix, sizes = len(set(plan.policies)) > 1, {*plan.group_policies_and_sizes}
             has_shards = self.layout.shard_degree > 1 and plan.group_size > 1
             if plan.offload and is_mix or has_shards and len(sizes) > 1:
@@ -155,10 +152,8 @@ class Planner:
         return self.steps[key]
 
     def compose_step(self, batch_size: int, config: MiniGPTConfig) -> StepMemory:
-        """Return a step whose segments were simulated in shorter steps (see `ShortStepSegments`).
-
-        A shorter step has few calls, and all its calls run the same policy.
-        """
+        """Return a step whose segments were simulated in shorter steps (see `ShortStepSegments`),
+        each of which has few calls, all with the same policy."""
         groups, first = recompute_plan_of_config(config).group_policies_and_sizes, 0
         representatives = {
             call: self.simulate_short_step(batch_size, config, *call)
@@ -188,10 +183,8 @@ class Planner:
     def simulate_short_step(
         self, batch_size: int, config: MiniGPTConfig, policy: str, size: int
     ) -> ShortStepSegments:
-        """Simulate a step with few calls, and cache it.
-
-        Each call runs `size` blocks with this policy.
-        """
+        """Simulate a step with few calls, each of which runs `size` blocks with `policy`, and cache
+        the step's segments."""
         plan, plain = recompute_plan_of_config(config), replace(config, recompute="none")
         nested, moves = plan.nested and size > 1, plan.offload and policy != "none"
         key = batch_size, plain, policy, size, nested, moves
@@ -207,15 +200,15 @@ class Planner:
             short = replace(plain, n_layers=n * size, recompute=format_recompute_plan(short_plan))
             log = self.run_fake_step(batch_size, short, runs_head=frame is None, runs_update=False)
             if log.loop_has_ops and not moves and self.are_alike:
-                # MiniGPT.forward of a changed model.py does more for each block than to call it.
-                # Tensors of several blocks may exist together, so simulate all calls. (The copies
+                # MiniGPT.forward of a changed model.py does more for each block than to call it, so
+                # that tensors of several blocks may exist together: simulate all calls. (The copies
                 # of offload run between blocks, too, but each belongs to one block.)
                 self.are_alike = False
                 return self.simulate_short_step(batch_size, config, policy, size)
             segments = split_into_segments(log, [size] * n)
             if self.gather_in_bfloat16:
-                # The root group has the LayerNorms of all blocks. When backward ends, their whole
-                # gradients are freed, also those of the blocks that do not run here.
+                # The root group has the LayerNorms of all blocks, whose full gradients are freed
+                # when backward ends, also those of the blocks that do not run here.
                 rest = self.model.blocks[n * size :]
                 norms = {*rest.parameters()} - {*block_group_params(rest, in_bfloat16=True)}
                 freed = segments[-2].allocated_and_freed_by_kind[-1, 1]
@@ -252,8 +245,8 @@ class Planner:
             memory: changed settings of the config, as in `step`.
         """
         with_offload = recompute_plan_of_config(replace(self.config, **memory)).offload
-        # With fewer than `min_batch` sequences the residual stream is too small for offload. So
-        # steps with fewer sequences do not predict steps with larger batches.
+        # With fewer than `min_batch` sequences the residual stream is too small for offload, so
+        # such steps do not predict steps with larger batches.
         min_batch = (
             math.ceil(offload.MIN_OFFLOAD_BYTES / (4 * self.local_seq_len * self.config.d_model))
             if with_offload
@@ -263,8 +256,8 @@ class Planner:
         # Prefer the step with one sequence: other functions need it, too, and `step` caches it.
         two = self.step(one.batch_size + 1 if min_batch > 1 else 1, **memory)
         if len(bytes_at_ops_outside_head(one)) != len(bytes_at_ops_outside_head(two)):
-            # With one sequence a reshape may return a view. With more sequences it copies, which is
-            # one more operator. So replace the step with one sequence.
+            # Replace the step with one sequence, where a reshape may return a view: with more
+            # sequences it copies, which is one more operator.
             two = self.step(one.batch_size + 1, **memory)
 
         def fits(sequences: int) -> bool:
@@ -312,13 +305,12 @@ class Planner:
         runs_update: bool = True,
         sources: CallSiteTracker | None = None,
     ) -> OpRecorder:
-        """Do train_minimal.train_step for one micro-batch on fake tensors; return the recorder.
-
-        Only the first `config.n_layers` blocks run.
+        """Do train_minimal.train_step for one micro-batch on fake tensors, in which only the first
+        `config.n_layers` blocks run; return the recorder.
 
         Args:
-            runs_head, runs_update: False: leave head or update out, because another step has the
-                same one. One operator then replaces the update.
+            runs_head, runs_update: False: leave out the head, or the update, which one operator
+                then replaces, because another step has the same one.
             sources: finds the call sites that the recorder stores; None: store no call sites.
         """
         model, blocks = self.model, self.model.blocks[: config.n_layers]
@@ -339,7 +331,7 @@ class Planner:
         ):
             model.config, pool = config, SimulatedPinnedPool(log, self.on_cpu)
             model.offload_pool = pool
-            # The full weights of a sharded model take no memory here. `add_fsdp_storages` counts
+            # The full weights of a sharded model take no memory here: `add_fsdp_storages` counts
             # them.
             for parameter in gathered:
                 log.add_storage(parameter).nbytes = 0
@@ -403,7 +395,7 @@ class Planner:
             for copy in copies:
                 log.label_storage(copy, "gradients", "gradient on its way")
             del copies, copy
-        # A GPU clips all tensors at once. By default torch would not do so on a CPU.
+        # A GPU clips all tensors at once, which is not torch's default on a CPU.
         self.clip_gradients(parameters, 1.0, foreach=not self.on_cpu)
         step_once_of_each_kind(self.optimizer, log)
         self.optimizer.zero_grad(set_to_none=True)
@@ -436,20 +428,15 @@ class Planner:
 
 
 def fake_all_to_all(x: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
-    """Return an uninitialised tensor (sum(receive_sizes),) instead of the result of an all-to-all.
-
-    This function replaces the all-to-all of memory/sequence.py. `x` (sum(send_sizes),): the
-    elements that this rank would send. `send_sizes`: number of elements for each rank.
-    `receive_sizes`: number of elements from each rank.
-    """
+    """Return an uninitialised tensor (sum(receive_sizes),) in place of the result of an all-to-all
+    of memory/sequence.py. `x` (sum(send_sizes),): the elements that this rank would send.
+    `send_sizes`, `receive_sizes`: number of elements for each rank, and from each rank."""
     return x.new_empty(sum(receive_sizes))
 
 
 class SimulatedPinnedPool(PinnedPool):
-    """Pool of host memory in which each tensor has one buffer instead of several.
-
-    So a step runs the same operators with every batch size.
-    """
+    """Pool of host memory in which each tensor has one buffer instead of several, so that a step
+    runs the same operators with every batch size."""
 
     def __init__(self, log: OpRecorder, on_cpu: bool) -> None:
         super().__init__()
@@ -467,12 +454,10 @@ class SimulatedPinnedPool(PinnedPool):
 def make_chunk_starts_replacement(
     log: OpRecorder, runs_head: bool
 ) -> Callable[[int, int], Iterator[int]]:
-    """Return a replacement for `chunk_starts` of memory/head.py that yields few chunks.
-
-    The head may have millions of chunks. The replacement yields the starts of the first chunk, of
-    the second chunk, and of the last chunk. The second chunk represents all chunks between the
-    first and the last, because they run the same operators. `runs_head`: False: yield no chunk.
-    """
+    """Return a replacement for `chunk_starts` of memory/head.py, which may yield millions of
+    chunks. The replacement yields the starts of the first, the second and the last chunk. The
+    second represents all chunks between the first and the last, because they run the same
+    operators. `runs_head`: False: yield no chunk."""
 
     def few_chunk_starts(n_tokens: int, n: int) -> Iterator[int]:
         n_chunks = math.ceil(n_tokens / n) if runs_head else 0
@@ -488,11 +473,9 @@ def make_chunk_starts_replacement(
 def make_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]
 ) -> None:
-    """Make the optimizer's state of these parameters, as the first step of a run does.
-
-    So a simulated step finds this state, as all later steps of a run do. An optimizer with a method
-    `make_state` need not run a whole update, which has many operators for a large model.
-    """
+    """Make the optimizer's state of these parameters, as the first step of a run does, so that a
+    simulated step finds this state, as all later steps do. An optimizer with a method `make_state`
+    need not run a whole update, which has many operators for a large model."""
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     getattr(optimizer, "make_state", optimizer.step)()
@@ -500,11 +483,9 @@ def make_optimizer_state(
 
 
 def step_once_of_each_kind(optimizer: torch.optim.Optimizer, log: OpRecorder) -> None:
-    """Record the optimizer's step. Of updates that run the same operators, run one.
-
-    The recorder counts this one as often as there are such updates. An optimizer with a method
-    `updates_by_kind` tells which updates these are; any other optimizer runs a whole step.
-    """
+    """Record the optimizer's step. Of updates that run the same operators, one runs, which the
+    recorder counts as often as there are such updates. An optimizer with a method `updates_by_kind`
+    tells which updates these are; any other optimizer runs a whole step."""
     every = {"all": [optimizer.step]}
     with torch.no_grad():
         for updates in getattr(optimizer, "updates_by_kind", lambda: every)().values():

@@ -1,11 +1,9 @@
 """Compute the memory and the work of a simulated step.
 
-Memory is the bytes that exist after each operator. Work is the FLOPs of each operator and the bytes
-that it reads and writes.
-
-A step is a list of segments, such as the forward of one block. The bytes that a segment allocates
-and frees do not depend on other segments. So equal blocks share one segment. The memory and the
-time of a step are sums over its segments.
+Memory is the bytes that exist after each operator; work is the FLOPs of each operator, and the
+bytes that it reads and writes. A step is a list of segments, such as the forward of one block.
+Equal blocks share one segment, because the bytes that a segment allocates and frees do not depend
+on other segments. The memory and the time of a step are sums over its segments.
 """
 
 import math
@@ -36,12 +34,12 @@ KINDS = (
 # The work of one operator; planner/roofline.py turns it into seconds.
 OP_WORK_DTYPE = np.dtype(
     [
-        ("at", np.int64),  # number of the operator
+        ("at", np.int64),  # index of the operator
         ("flops", np.float64),  # FLOPs of its matrix products, 2 per multiply-add
         ("bytes", np.float64),  # bytes that it reads and writes
         ("precision", np.uint8),  # dtype of its products, as an index into MATMUL_DTYPES
         ("attention", np.uint8),  # 1: attention, 2: its backward, 0: another operator
-        ("times", np.float64),  # how often it runs
+        ("times", np.float64),  # number of times that it runs
         # True: it reads the gradients of earlier micro-batches. Before the update such operators
         # add to these gradients, so the first micro-batch does not run them.
         ("reads_sums", np.bool_),
@@ -94,9 +92,8 @@ class Segment:
     def needed_and_replayed_flops(self) -> tuple[float, float]:
         """FLOPs of the matrix products without recompute, and of those that run again.
 
-        Backward of fused attention computes the scores again, the first of its five products. It
-        does so with each policy, and is not counted.
-        """
+        The scores that backward of fused attention computes again, the first of its five products,
+        are not counted, because it does so with every policy."""
         work = self.flops_and_bytes_by_op
         flops = work.flops * work.times * np.where(work.attention == 2, 0.8, 1)
         return float(flops[~work.replayed].sum()), float(flops[work.replayed].sum())
@@ -118,8 +115,8 @@ def segment_seconds(segment: Segment, card: Card, is_first: bool = False) -> flo
 def bytes_by_op_and_kind(segments: Iterable[Segment]) -> np.ndarray:
     """Return the bytes of each kind after each operator: (operators, kinds) int64.
 
-    The bytes before the first operator do not count. The bytes after an operator include storages
-    that are freed right after it.
+    Storages that exist before the first operator do not count, but those that are freed right after
+    an operator do count for it.
     """
     allocated, freed = np.concatenate(
         [segment.allocated_and_freed_by_kind for segment in segments]
@@ -179,7 +176,7 @@ class StepMemory:
     """Memory of one training step, in bytes after each of its operators."""
 
     config: Any  # MiniGPTConfig; None: another model (planner/any_model.py)
-    batch_size: int  # sequences; of another model: its first input's first dimension, or 0
+    batch_size: int  # sequences; another model: first dimension of its first input, or 0
     seq_len: int  # tokens
     # In order: (segment, number to add to its block indices).
     segments_and_block_shifts: list[tuple[Segment, int]]
@@ -213,9 +210,9 @@ class StepMemory:
         """Return the estimated seconds of a training step on this card.
 
         The step has n micro-batches and one update. If a simulated micro-batch with its update
-        takes t seconds, and the update u, then the step takes n (t - u) + u, without the additions
-        to earlier gradients in the first micro-batch. The estimate (planner/roofline.py) is for
-        eager code, and does not change with --compile.
+        takes t seconds, and the update alone u, the step takes n (t - u) + u, less the additions to
+        earlier gradients, which the first micro-batch does not run. The estimate
+        (planner/roofline.py) is for eager code, and does not change with --compile.
         """
         *segments, update = [segment for segment, _ in self.segments_and_block_shifts]
         first, other = (
@@ -235,7 +232,7 @@ class StepMemory:
 
     @cached_property
     def segment_starts(self) -> list[int]:
-        """Position of each segment's first operator in the step; at the end len(self.timeline)."""
+        """Index of each segment's first operator in the step; at the end len(self.timeline)."""
         sizes = (
             len(segment.allocated_and_freed_by_kind)
             for segment, _ in self.segments_and_block_shifts
@@ -256,7 +253,7 @@ class StepMemory:
 
     @property
     def phase_marks(self) -> list[PhaseMark]:
-        """Phases in order: (number of the first operator, phase, block that runs or None)."""
+        """Phases in order: (index of the first operator, phase, block that runs or None)."""
         return [
             (begin + at, phase, block if block is None else block + shift)
             for begin, (segment, shift) in zip(
@@ -267,10 +264,8 @@ class StepMemory:
 
     @cached_property
     def timeline(self) -> np.ndarray:
-        """Bytes of each kind after each operator: (operators + 1, len(KINDS)) int64.
-
-        Row 0 has the bytes before the first operator.
-        """
+        """Bytes of each kind after each operator: (operators + 1, len(KINDS)) int64. Row 0 has the
+        bytes before the first operator."""
         return bytes_by_op_and_kind(segment for segment, _ in self.segments_and_block_shifts)
 
     @cached_property
@@ -354,11 +349,9 @@ PhaseInterval = tuple[str, int | None, list[int], int]
 
 
 def phase_intervals(step: StepMemory) -> list[PhaseInterval]:
-    """Return the intervals of a step in order: each has one phase, and one block or none.
-
-    A phase may visit a block several times in a row. These visits are one interval. Each visit has
-    its own first operator.
-    """
+    """Return the intervals of a step in order, each of which has one phase, and one block or none.
+    If a phase visits a block several times in a row, these visits are one interval, which lists the
+    first operator of each visit."""
     intervals = [
         (phase, block, [at for at, _, _ in group])
         for (phase, block), group in groupby(step.phase_marks, lambda place: place[1:])

@@ -9,7 +9,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_sizes(sizes: Sequence[float]) -> list[str]:
-    """Return numbers of bytes as texts with the same unit, so that they compare at a glance.
+    """Return numbers of bytes as texts with the same unit, so that a reader can compare them.
 
     The unit is that of the largest, or a smaller one in which every size but 0 is at least 0.1:
     [5 GiB, 300 MiB] -> ["5.0 GiB", "0.3 GiB"].
