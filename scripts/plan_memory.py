@@ -1,18 +1,18 @@
 """Predict whether a training run fits in memory, and find the cheapest change that makes it fit.
 
-The flags are those of the trainers. A few more flags say what to plan:
+The flags are those of the trainers, and a few more that say what to plan:
     python -m scripts.plan_memory --model gpt2 --device cuda --memory-budget 8GiB
     python -m scripts.plan_memory --model gpt2 --card "RTX 4090" --all-knobs
 
 For each recompute policy, one training step of the model is simulated on tensors that have shapes
-but no memory. So no GPU is needed, nothing is downloaded, and the plan for a model with 1.5 billion
-parameters takes some seconds on a laptop. `--device cuda` plans for a GPU, also on a machine
-without one. `--card` names a GPU: then the budget is this GPU's memory, and the plan predicts the
-time as well.
+but no memory, so that no GPU is needed, nothing is downloaded, and the plan for a model with 1.5
+billion parameters takes some seconds on a laptop. `--device cuda` plans for a GPU, also on a
+machine without one. With `--card`, which names a GPU, the budget is this GPU's memory, and the plan
+predicts the time as well.
 
 The recommendation leaves a margin for memory that is not tensors: the CUDA context, kernels, the
-allocator's gaps. The margin is a tenth of the budget. On a GPU it is at least 1 GiB; but if the
-budget is below 4 GiB, the margin is a quarter of the budget.
+allocator's gaps. The margin is a tenth of the budget, but on a GPU at least 1 GiB, or, if the
+budget is below 4 GiB, a quarter of the budget.
 """
 
 import gc
@@ -192,7 +192,7 @@ def describe_recommendation(
     plan: CommandPlan, typed: PlanSettings, taken: CommandPlan | None
 ) -> str:
     """Return the lines before the table: what fits, the time of the whole run, the command; or why
-    nothing fits, and the cheapest change that does. `taken`: the recommended plan."""
+    nothing fits, and the cheapest change that makes it fit. `taken`: the recommended plan."""
     data = whole_run_data_flags(plan, typed) if plan.card else {}
     if taken is None:
         text, change = advice(plan)
@@ -211,9 +211,9 @@ def describe_recommendation(
 
 
 def whole_run_data_flags(plan: CommandPlan, typed: PlanSettings) -> dict[str, Any]:
-    """Return the flags that make a command train on the tokens of `tokens_steps_and_seconds`: as
-    many, and text of
-    one's own for GPT-2's vocabulary, because Python's standard library has no billion tokens."""
+    """Return the flags with which a command trains on the tokens of `tokens_steps_and_seconds`:
+    their number and, for GPT-2's vocabulary, the user's own text, because Python's standard library
+    has no billion tokens."""
     given = typed.typed.keys()
     is_default = plan.vocab_size == 50257 and not given & {"train_data", "use_toy_data"}
     text = {"train_data": "YOUR_TEXT"} if is_default else {}
@@ -234,7 +234,7 @@ def tokens_steps_and_seconds(plan: CommandPlan) -> dict[str, Any]:
 
 def plan_with_longest_sequence(table: list[CommandPlan]) -> CommandPlan | None:
     """Return the plan with the longest sequence, or None if none fits. If several policies reach
-    this length, it has the cheapest without offload; if all of them offload, the cheapest."""
+    this length, it has the cheapest of those without offload, or, if all offload, the cheapest."""
     best = min(table, key=lambda row: (-(longest_sequence(row) or 0), offloads(row), cost_key(row)))
     length = longest_sequence(best)
     return best.with_flags(**flags_for_seq_len(best.settings, length)) if length else None

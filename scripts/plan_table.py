@@ -2,9 +2,8 @@
 
 Three searches find the plans: the table of policies (`plans_for_each_policy`), the longest sequence
 (`longest_sequence`) and the fastest micro-batch (`search_fastest_plans`). `--at-peak` lists by name
-what is alive at a peak. These are hundreds of tensors. But blocks are equal, so the tensors make a
-few dozen groups (`group_name_and_kind` in planner/record.py), and the largest nine groups take most
-of the bytes.
+what is alive at a peak: hundreds of tensors, which make a few dozen groups because blocks are equal
+(`group_name_and_kind` in planner/record.py). The largest nine groups take most of the bytes.
 """
 
 import math
@@ -34,8 +33,9 @@ STEP = 64  # tokens; the longest sequence is a multiple of this
 TRIES = 6  # lengths to try by linear interpolation, before bisection
 SETTINGS = 5  # rows that --all-knobs prints
 LINES = 10  # lines that --at-peak prints
-# A printed time is a range from the prediction to this many times it: real steps took 1.15 to 1.22
-# times their predicted time on two CPU cores (docs/evidence.md, "The clock"; no GPU is measured).
+# A printed time is a range from the prediction to SLOWER times as long: real steps took 1.15 to
+# 1.22 times their predicted time on two CPU cores (docs/evidence.md, "The clock"; no GPU is
+# measured).
 SLOWER = 1.25
 Row = dict[str, Any]  # of the JSON file; the printed table shows the same
 
@@ -62,15 +62,15 @@ def fits_safely(plan: CommandPlan) -> bool:
 
 
 def cost_key(plan: CommandPlan) -> tuple[float, float]:
-    """Return a sort key; smaller is better. With a card: (seconds, peak bytes). Without a card:
+    """Return a sort key, of which smaller is better: (seconds, peak bytes) with a card, else
     `recomputed_flops_key`."""
     return (plan.seconds, plan.peak) if plan.card else recomputed_flops_key(plan.step)
 
 
 def changed_flags(plan: CommandPlan, settings: Settings) -> Change:
     """Return the flags of the plan that differ from `settings`, and always the policy.
-    (--max-position-embeddings is compared only with --model, which sets it. Without --model it
-    follows --seq-len.)"""
+    (--max-position-embeddings is compared only if --model has set it, because otherwise it follows
+    --seq-len.)"""
     names = ["batch_size", "grad_accum_steps", "seq_len"]
     names += ["max_position_embeddings"] if settings.model else []
     wanted = {name: getattr(plan.settings, name) for name in names}
@@ -117,7 +117,7 @@ def plans_for_each_policy(
     """Return the plan with each policy of `uniform_policies`, and with OFFLOAD_POLICY.
 
     The policy of `taken` has a row, also if it is a mix of two policies or a nested group
-    (`full/K+nested`). `with_nested`: nested groups always have rows.
+    (`full/K+nested`). `with_nested`: True: nested groups have rows in any case.
     """
     names = [*uniform_policies(plan.planner), OFFLOAD_POLICY]
     if with_nested:
@@ -141,7 +141,7 @@ def format_table(rows: list[Row], takes: str | None) -> str:
 
     A row has the keys of `step_row`, and `fits`, `fits_safely`, `largest_batch` (None: unknown),
     `seconds`, `tokens_per_s` (None: no card). If no row has a `longest_sequence_safely`, the column
-    is left out. Neighbours that offer the same choice (`choice_key`) are one line.
+    is left out. Neighbouring rows that offer the same choice (`choice_key`) are one line.
     """
     lines = []
     for _, group in groupby(rows, choice_key):
@@ -183,9 +183,8 @@ def choice_key(row: Row) -> tuple:
 def time_and_speed_cells(row: Row, first: Row) -> dict[str, str]:
     """Return the cells for time and tokens/s, as ranges up to SLOWER.
 
-    The first row shows its time. The other rows show how much more time they take than the first
-    row. The prediction leaves out the copies of offload, so an offloaded plan shows bounds, with
-    ">" and "<".
+    The first row shows its time, and each other row how much more time it takes. The prediction
+    leaves out the copies of offload, so an offloaded plan shows bounds, with ">" and "<".
     """
     more = f"{row['seconds'] / first['seconds'] - 1:+.0%}"
     if "+offload" in row["policy"]:
@@ -203,7 +202,7 @@ def time_and_speed_cells(row: Row, first: Row) -> dict[str, str]:
 def flags_for_seq_len(settings: Settings, seq_len: int) -> Change:
     """Return the change to sequences of `seq_len` tokens.
 
-    `max_position_embeddings` becomes `seq_len`. But a value that was typed or set by --model is
+    `max_position_embeddings` becomes `seq_len`, but a value that was typed or set by --model is
     never reduced.
     """
     follows = "max_position_embeddings" not in settings.typed and settings.model is None
@@ -220,8 +219,8 @@ def longest_sequence(plan: CommandPlan) -> int | None:
         return None
     if plan.state_bytes >= plan.bytes_within_margin:
         return 0
-    # With fused attention, activations depend only on the number of tokens. So the largest batch
-    # has about as many tokens, and no sequence that fits is twice as long.
+    # With fused attention, activations depend only on the number of tokens, so the longest sequence
+    # has about as many tokens as the largest batch, and less than twice as many.
     tokens = (plan.largest_batch + 1) * settings.seq_len // settings.batch_size
     typed = "max_position_embeddings" in settings.typed
     positions = settings.max_position_embeddings if typed else MAX_COUNT
@@ -302,10 +301,10 @@ def at_peak(record: StepRecord) -> list[Row]:
 
 
 def describe_storage_group(storages: list[Storage]) -> Row:
-    """Describe a group: storages that are equal except for their block, or (for example) all
-    weights. The group has at least one storage. Its shape is "12288x3072 bf16", or "" if the
-    shapes differ. Its line is the one that made most of the storages; "" if they are of a kind
-    such as all weights."""
+    """Describe a group of at least one storage: the storages are equal except for their block or,
+    for example, all weights. The shape is a text such as "12288x3072 bf16", or "" if the shapes
+    differ. The line is the one that made most of the storages, or "" for a kind such as all
+    weights."""
     first, n = storages[0], len(storages)
     shapes = {
         f"{'x'.join(map(str, s.shape))} {str(s.dtype).removeprefix('torch.').replace('float', 'f')}"
@@ -325,7 +324,8 @@ def describe_storage_group(storages: list[Storage]) -> Row:
 
 def format_peak(record: StepRecord, name: str) -> str:
     """Return a table of the groups that are alive at the peak, with at most LINES rows. The title
-    above the table has `name`, that of the table's row, and the phase and the block of the peak."""
+    above the table has `name`, the name of the planned row, and the phase and the block of the
+    peak."""
     groups, peak = at_peak(record), record.step_memory.peak
     shown = groups if len(groups) <= LINES else groups[: LINES - 1]
     if others := groups[len(shown) :]:

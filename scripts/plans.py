@@ -2,8 +2,8 @@
 
 A `CommandPlan` is a trainer's `StepPlan` that knows what only commands ask: the bytes of the state,
 the largest batch that fits, the time of a step. `advice` finds the cheapest change of flags that
-makes a step fit, in the order of docs/planning.md ("Out of memory: which knob first"); it is proven
-by a simulation, or by the bytes of its state.
+makes a step fit, in the order of docs/planning.md ("Out of memory: which knob first"). A simulation
+proves this change, or, if the state alone is too large, the bytes of the changed state.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ from trainer.optimizer import initial_param_state, make_param_groups
 from trainer.plan import OFFLOAD_POLICY, POLICY_FLAG, StepPlan, card_for, largest_vocab_size
 from trainer.settings import Settings, to_words
 
-ADVICE_OPS = 20_000  # the search ends after so many simulated operators
+ADVICE_OPS = 20_000  # number of simulated operators after which the search ends
 OTHER_WAYS = "a smaller model (--n-layers, --d-model), or more cards with train_fsdp.py"
 Change = dict[str, Any]  # flags that are changed together: name in Settings -> new value
 P = TypeVar("P", bound="CommandPlan")
@@ -67,18 +67,18 @@ class CommandPlan(StepPlan):
 
     @property
     def meta_model(self) -> MemorySavingGPT:
-        """The model on "meta". Its parameters do not depend on the recompute policy."""
+        """The model on "meta", whose parameters do not depend on the recompute policy."""
         return make_meta_model(replace(self.config, recompute="none"))
 
     @property
     def n_parameters(self) -> int:
-        """Number of parameters of the whole model. A parameter that blocks share counts once."""
+        """Number of parameters of the whole model; one that blocks share counts once."""
         return sum(parameter.numel() for parameter in self.meta_model.parameters())
 
     @cached_property
     def state_bytes(self) -> int:
         """Bytes of weights, gradients and the optimizer's state in a process, and of the weights
-        that it gathers. Every step takes at least these bytes. Nothing is simulated."""
+        that it gathers. Every step takes at least these bytes, which need no simulation."""
         model, moments = self.meta_model, getattr(torch, self.settings.moments_dtype)
         state = (
             tensor
@@ -118,12 +118,12 @@ class CommandPlan(StepPlan):
         """Predicted seconds in which a training step only communicates; 0: no link.
 
         Each process of N sends (N - 1) / N of the bytes of a gather, of a reduce-scatter and of an
-        all-to-all, and twice as many in an all-reduce. DDP reduces the gradients of a step at the
-        time of the last backward. Shards are gathered at the time of each forward and backward, and
-        the gradients are scattered in the last backward (with --reproducible-sums, in each). Only
-        what takes longer than that counts.
-        Attention of a shared sequence waits for its all-to-alls: of q, k, v and its result, in
-        forward and in backward. (A policy that replays attention repeats them: left out.)
+        all-to-all, and twice as many in an all-reduce. Communication runs beside computation, and
+        only the seconds by which it takes longer count: DDP's all-reduce runs beside the last
+        backward of a step, the all-gathers of shards beside each forward and backward, and their
+        reduce-scatters beside the last backward (with --reproducible-sums, beside each). Attention
+        of a shared sequence waits for all-to-alls of q, k, v and its result, in forward and in
+        backward. (Those that a policy repeats with attention are left out.)
         """
         n, step, settings = self.layout.world_size, self.step, self.settings
         if self.link is None or n == 1 or self.card is None:
@@ -216,8 +216,8 @@ def smaller_batches(settings: Settings) -> list[Change]:
 
 
 def changes_with_same_training(settings: Settings, device_type: str) -> Iterator[Change]:
-    """Yield changes that keep the training the same, the cheapest first. The first of them may
-    have no flags: then only the policy, which each change is combined with, is another one."""
+    """Yield changes that keep the training the same, the cheapest first. Each is combined with
+    another policy, so the first may change no other flag."""
     chunked_loss = {"loss_chunks": 0} if settings.loss_chunks == 1 else {}
     policies: list[Change] = [{}]
     if device_type == "cuda" and not settings.recompute_plan.offload:
@@ -227,7 +227,7 @@ def changes_with_same_training(settings: Settings, device_type: str) -> Iterator
 
 
 def changes_of_training(settings: Settings) -> Iterator[Change]:
-    """Yield changes that change the training. None repeats the value that a flag has."""
+    """Yield changes that change the training, each to values that the flags do not have yet."""
     moments, optimizer = {"moments_dtype": "bfloat16"}, {"optimizer": "muon"}
     changes = [
         *({"batch_size": batch["batch_size"]} for batch in smaller_batches(settings)),
@@ -243,8 +243,9 @@ def with_fitting_policy(plan: CommandPlan) -> CommandPlan | None:
     """Return the plan with the fastest policy that fits, or None if no policy fits.
 
     If neither `full` nor nested groups (`full/K+nested`) fit, no policy fits, because these have
-    the smallest peaks. If the policy has offload, only this policy is tried. Other policies cannot
-    be compared with it, because a predicted time does not include offload's copies.
+    the smallest peaks. If the policy has offload, only this policy is tried, because a predicted
+    time does not include offload's copies, and so cannot be compared with the time of another
+    policy.
     """
     if plan.settings.recompute_plan.offload:
         return plan if plan.fits else None
@@ -256,8 +257,8 @@ def with_fitting_policy(plan: CommandPlan) -> CommandPlan | None:
 def advice(plan: CommandPlan) -> tuple[str, Change | None]:
     """Return the cheapest change that makes a step fit, in words and as flags, with the fastest
     policy that fits. The flags are None if the search finds none in ADVICE_OPS operators, or if the
-    state alone exceeds the budget. Then nothing is simulated, and the words name a change whose
-    state fits."""
+    state alone exceeds the budget: in that case nothing is simulated, and the words name changes
+    whose state fits."""
     settings, usable, n_ops = plan.settings, plan.bytes_within_margin, 0
     if plan.state_bytes >= usable:
         return advice_on_state(plan), None
@@ -279,8 +280,8 @@ def advice(plan: CommandPlan) -> tuple[str, Change | None]:
 
 
 def advice_on_state(plan: CommandPlan) -> str:
-    """Return why no step fits in less than the state, and what has less state. Whether its step
-    fits is another question to the planner."""
+    """Return why no step fits in less than the state, and which changes have less state. A step
+    with them may still not fit: nothing is simulated."""
     usable = plan.bytes_within_margin
     changes = ((c, plan.with_flags(**c).state_bytes) for c in changes_of_training(plan.settings))
     sizes = {" ".join(to_words(c)): size for c, size in changes if size < usable}

@@ -4,8 +4,8 @@ python -m studies.tables ladder    # what each policy costs: docs/ladder.md; a m
 python -m studies.tables cards     # which card trains what: docs/planning.md; 3 minutes
 python -m studies.tables long      # how long a sequence may be: docs/long.md; 15 minutes
 
-Every figure is the result of `python -m scripts.plan_memory` for the flags in this file. Dropout is
-0. The precision is bfloat16, or float16 on cards that compute faster in float16.
+Every figure is the result of `python -m scripts.plan_memory` for the flags in this file. All plans
+are without dropout, and in bfloat16, or in float16 on cards that compute faster in float16.
 """
 
 import argparse

@@ -70,8 +70,8 @@ def print_error(message: object) -> None:
 
 
 def escape_controls(text: str) -> str:
-    """Return `text` with control characters as \\x1b: a file's name, or a generated text, could
-    clear the terminal. Line breaks and tabs stay."""
+    """Return `text` with control characters escaped, as \\x1b, because a file's name, or a
+    generated text, could clear the terminal. Line breaks and tabs stay."""
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", lambda c: ascii(c[0])[1:-1], text)
 
 

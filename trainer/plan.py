@@ -1,9 +1,9 @@
 """Plan a run: the memory of its step before it runs, and the recompute policy for
 --use-activation-checkpoint auto.
 
-planner/ simulates steps and finds the fastest policy. A `StepPlan` asks it about the settings of a
-run with one policy; with another policy it is another StepPlan. (scripts/plans.py has what only
-commands ask.)
+planner/ simulates steps and finds the fastest policy. A `StepPlan` asks the planner about the
+settings of a run with one policy; each policy is a StepPlan of its own. (scripts/plans.py has what
+only commands ask.)
 """
 
 import shlex
@@ -125,7 +125,7 @@ class StepPlan:
 
     @cached_property
     def config(self) -> MiniGPTConfig:
-        """For the policy `auto` the config has `full`."""
+        """The config of the model, which has `full` for the policy `auto`."""
         return self.settings.model_config(self.vocab_size)
 
     @property
@@ -135,8 +135,8 @@ class StepPlan:
 
     @property
     def planner(self) -> Planner:
-        """The planner of these settings, which remembers its answers; plans that differ only in
-        batch size and recompute policy share it."""
+        """The planner of these settings, which caches its results. Plans that differ only in batch
+        size and recompute policy share it."""
         settings, steps = self.settings, self.settings.grad_accum_steps
         shared = settings.replace(
             batch_size=1,
@@ -176,8 +176,8 @@ class StepPlan:
     def deeper_plans(self: P) -> Iterator[P]:
         """Yield the plans that a run may switch to when memory runs out.
 
-        Each needs less memory than this plan and all plans before it. They have the fastest
-        policies for their peaks, the fastest first, and then nested groups. On CUDA full+offload
+        Each needs less memory than this plan and all plans before it. The fastest policies for
+        their peaks come first, the fastest first, and then nested groups; on CUDA full+offload
         comes last, with which saved tensors wait in CPU memory. Raises PlanError.
         """
         steps = simulate_policies_fastest_first(self.planner, self.settings.batch_size, self.card)
@@ -188,7 +188,7 @@ class StepPlan:
         ]
         least = self.peak
         for plan in map(self.with_policy, names):
-            if plan.peak < least:  # each remembers its peak now
+            if plan.peak < least:  # each plan has cached its peak now
                 least = plan.peak
                 yield plan
 
@@ -196,10 +196,10 @@ class StepPlan:
 def plans_to_try(plans: Iterable[P], share: float = 1.0) -> Iterator[P]:
     """Yield the plans to try after the first of `plans` did not fit, in this order.
 
-    `plans`: a plan and its `deeper_plans`. The limit is the peak of the first plan times
-    `share`, minus the margin of a MemoryBudget. The result begins with the fastest plan whose peak
-    is within this limit, or else with the plan that needs the least memory; full+offload comes last
-    in any case. If no plan needs less memory than the first, there is none.
+    `plans`: a plan and its `deeper_plans`. The limit is the peak of the first plan times `share`,
+    minus the margin of a MemoryBudget. The result begins with the fastest plan whose peak is within
+    this limit, or else with the plan that needs the least memory; full+offload comes last in any
+    case. The result is empty if no plan needs less memory than the first.
     """
     deeper = iter(plans)
     failed = next(deeper)
@@ -245,8 +245,8 @@ def plan_run(
     """Choose the policy of `auto`, and predict the memory that a step will need.
 
     `precision`: the dtype of the model's matmuls. Returns the recompute policy, the plan in use and
-    its `deeper_plans` ([]: the prediction failed), and text for the user. Raises MiniGPTError
-    with `auto`, if no policy fits, and with exit code 4 if the step needs more memory than the
+    its `deeper_plans` ([]: the prediction failed), and text for the user. Raises MiniGPTError if
+    `auto` finds no policy that fits, and, with exit code 4, if the step needs more memory than the
     device has in total.
     """
     # All processes rank policies by the card of rank 0. If all must have the same policy, the plan
@@ -265,7 +265,7 @@ def plan_run(
         if chooses_alone
         else process.broadcast_from_rank0(plan_here)
     )
-    make_planner.cache_clear()  # the plans remember their peaks, the run needs no more
+    make_planner.cache_clear()  # the plans have cached their peaks, the run needs no more
     policies = process.all_gather_object(policy)
     if len(set(policies)) > 1:
         words += f"\nmemory   each process has a policy of its own, by rank: {', '.join(policies)}"
@@ -297,8 +297,8 @@ def plan_on_this_rank(plan: StepPlan, process: OneProcess) -> tuple[str, list[St
     except PlanError as error:
         return plan.policy, [], f"{words}the peak could not be predicted: {error}"
     # Planning the deeper policies takes longer than all else here. A run that is far from the limit
-    # does it only if memory runs out all the same (run.switch_policy), and one of several processes
-    # never, because it never switches.
+    # plans them only if memory runs out all the same (run.switch_policy), and a run of several
+    # processes never, because it does not switch policies.
     may_switch = plan.layout.kind == "one" and plan.peak > plan.bytes_within_margin // 4
     return plan.policy, [plan, *(plan.deeper_plans() if may_switch else ())], words
 

@@ -58,8 +58,8 @@ SUPPORTED_GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
 TRANSFORMERS_TO_MINIGPT = {"wte": "token_embedding", "wpe": "position_embedding", "h": "blocks"}
 MINIGPT_TO_TRANSFORMERS = {ours: theirs for theirs, ours in TRANSFORMERS_TO_MINIGPT.items()}
 TOKENIZER_BY_SIZE = {257: "byte", 50257: "gpt2"}  # vocab_size in config.json -> --tokenizer-name
-# Ends of names. Older files also store the causal mask of each block, and the head, which
-# transformers ignores if the embeddings are tied.
+# Ends of names of tensors that are not read: older files also store the causal mask of each block,
+# and the head, which transformers ignores if the embeddings are tied.
 LEFT_OUT = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
 
 
@@ -95,8 +95,8 @@ def read_config(folder: Path) -> MiniGPTConfig:
 
 
 def import_safetensors() -> ModuleType:
-    """Import and return the package safetensors. Raises DataError with the way to install it if it
-    is missing."""
+    """Import and return the package safetensors. Raises DataError, with an install hint, if it is
+    missing."""
     try:
         import safetensors.torch
     except ImportError:
@@ -214,5 +214,5 @@ def read_init_from(settings: S) -> tuple[Pretrained | None, S]:
             )
     if "seq_len" not in settings.typed:
         required["seq_len"] = config.max_position_embeddings
-    # These flags count as typed, so that a resume has them without the weights.
+    # These flags count as typed, so that a resume has them without reading the weights.
     return source, settings.replace(**required, typed={**settings.typed, **required})

@@ -44,7 +44,7 @@ SHAPE_BY_MODEL: dict[str, dict[str, int]] = {
     "gpt2-large": {"n_layers": 36, "n_heads": 20, "d_model": 1280},
     "gpt2-xl": {"n_layers": 48, "n_heads": 25, "d_model": 1600},
 }
-# A user may type only one of each pair. If --resume meets one of them, the snapshot's other goes.
+# A user may type only one of each pair. At --resume it replaces the snapshot's other one.
 EXCLUSIVE_FLAGS = (("num_steps", "num_tokens"), ("no_amp", "amp_dtype"))
 # argparse type -> function that writes a value of this type with its unit
 UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "b"))
@@ -65,7 +65,7 @@ class Rule(Flag):
     # May differ between ranks: paths, what each machine finds for itself ("auto"), and what has an
     # effect on rank 0 only. Ranks compare the data, the weights, the device and the dtype instead.
     PER_RANK = auto()
-    SHAPE = auto()  # a size of the model, which trained weights set
+    SHAPE = auto()  # a size of the model, which --init-from sets
     THIS_START = auto()  # --resume takes it from the command line, not from the snapshot
 
 
@@ -86,7 +86,7 @@ def row(
     Args:
         kind: argparse type of a value; a tuple of choices; `bool` (a switch) or ON_OFF.
         help: `{default}` stands for the default.
-        group: the first flag of a group names it.
+        group: title of a group of flags in --help, set in the row of its first flag.
         options: further arguments of argparse's add_argument.
     """
     if isinstance(kind, tuple):
@@ -111,7 +111,7 @@ class Settings:
     """The values of all flags of a trainer, and which of them were typed. (`dropout` is 0.0 here,
     but 0.1 in MiniGPTConfig.)
 
-    `resolve` fills in the defaults that depend on other flags, which are None before.
+    `resolve` fills in the defaults that depend on other flags, which are None until then.
     """
 
     # fmt: off
@@ -295,7 +295,7 @@ class Settings:
         """Return the settings of the command-line words `argv`; None: those of this process.
 
         `first`: the flags that --help shows before all others. `defaults`: this program's own
-        defaults, by flag. If a word is wrong, prints one line and ends with exit code 2.
+        defaults, by flag. A wrong word prints one line and ends the program with exit code 2.
         """
         # With SUPPRESS the result has the typed flags only.
         parser: Any = OneLineParser(
@@ -333,8 +333,8 @@ class Settings:
         return replace(self, **changes)
 
     def words(self, **changes: Any) -> list[str]:
-        """Return the command-line words of the typed flags, and then of `changes`, flags with new
-        values, of which None removes a flag."""
+        """Return the command-line words of the typed flags, and then of `changes`: flag -> new
+        value, or None to leave the flag out."""
         kept = {name: value for name, value in self.typed.items() if name not in changes}
         return to_words(kept | changes)
 
@@ -368,8 +368,8 @@ class Settings:
         return self.batch_size * self.seq_len * self.grad_accum_steps * replicas
 
 
-# The first of several flags that differ is blamed, so flags without a default of their own, which
-# may follow from another flag, are last.
+# An error names the first of several flags that differ, so flags without a default of their own,
+# which may follow from another flag, are last.
 ROWS: dict[str, Mapping[str, Any]] = {
     row.name: row.metadata
     for row in sorted(fields(Settings), key=lambda row: row.default is None)
@@ -430,8 +430,8 @@ def resolve(settings: S, layout: Layout = ONE_PROCESS, script: str = "") -> S:
 
 
 def contradictions(s: Settings, layout: Layout, script: str) -> list[tuple[object, str]]:
-    """Return all rules that flags can break: whether the flags `s` break the rule, and the error
-    message. `layout`, `script`: as in `resolve`."""
+    """Return (whether the flags `s` break a rule, the error message) for each rule. `layout`,
+    `script`: as in `resolve`."""
     n, plan, sharded = layout.world_size, s.recompute_plan, layout.kind in ("fsdp", "sp")
     no_power_of_two = [
         (
