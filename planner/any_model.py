@@ -69,16 +69,16 @@ def plan_step(
             or a dict in which the loss is the first tensor of one element.
         batch: forward's keyword arguments (a dict), or its positional arguments (a tuple, a list).
         optimizer: function that makes the optimizer from a list of the trained parameters, such as
-            `torch.optim.AdamW`. It may return a list of optimizers.
+            `torch.optim.AdamW`; it may return a list of optimizers.
         blocks: modules of the model, in the order in which they run; in the result, each has its
             own segments of forward and backward.
         recompute: "none", "full", or a list of some of the model's modules. Each listed module, or
             with "full" each block, runs in an activation checkpoint
             (`torch.utils.checkpoint.checkpoint`).
         loss: function (forward's result, batch) -> loss. None: the model returns its loss.
-        precision: dtype of autocast; float32: no autocast. (The plan uses the autocast of a CPU.
-            CUDA's autocast runs more functions in float32, such as `torch.pow`, with which a model
-            takes more memory than planned.)
+        precision: dtype of autocast; float32: no autocast. (The plan uses the autocast of a CPU,
+            while CUDA's runs more functions in float32, such as `torch.pow`: a model with these
+            functions takes more memory than planned.)
         device_type: type of the device for which the step is planned, "cpu", "cuda" or "mps",
             whatever device the model is on.
         card_name: the planned card's name in CARDS; None: this machine's GPU.
@@ -87,7 +87,7 @@ def plan_step(
     Raises PlanError (a ValueError) if an argument is invalid, if forward returns no loss, if the
     code of the model or of the optimizer depends on values of floating-point tensors, if a gradient
     is sparse, or if the recomputation of a block saves other tensors than the block's forward. The
-    message begins with the argument that causes the error.
+    message begins with the name of the argument that causes the error.
     """
     how = recompute, loss, precision, device_type, card_name, accumulates_gradients
     return record_step(model, batch, optimizer, blocks, *how).step_memory
@@ -105,7 +105,7 @@ def record_step(
     card_name: str | None = None,
     accumulates_gradients: bool = False,
 ) -> StepRecord:
-    """Return the record of the step that `plan_step` plans. The record names each storage, and
+    """Return the record of the step that `plan_step` plans, with a name for each storage, and with
     lines in the files that define the model's classes. Arguments and errors are those of
     `plan_step`."""
     stack = list(dict.fromkeys(blocks)) if isinstance(blocks, Iterable) else []

@@ -1,9 +1,9 @@
 """List the cards that --card can name: memory, FLOP/s, bytes/s, and the source of each figure.
 
-Each card here is a GPU. FLOP/s are the maker's peak rates of matrix products as training can use
-them: without sparsity, and with float32 accumulation. (Since Ampere, NVIDIA's data sheets print the
-rates with sparsity, which are twice as high. On a GeForce, float32 accumulation halves the rate of
-float16 accumulation.) Kernels reach only a share of a peak, which planner/roofline.py has.
+Each card here is a GPU, whose FLOP/s are the maker's peak rates of matrix products as training can
+use them: without sparsity, and with float32 accumulation. (Since Ampere, NVIDIA's data sheets print
+the rates with sparsity, which are twice as high. On a GeForce, float32 accumulation halves the rate
+of float16 accumulation.) Kernels reach only a share of a peak, which planner/roofline.py has.
 """
 
 import difflib
@@ -312,8 +312,8 @@ def canonical_card_name(text: str) -> str:
 
 
 def card(name: str) -> Card:
-    """Return the card that `name` names for --card, as in card("rtx 3090"). THIS_MACHINE is
-    measured, in about three seconds. Raises ValueError as `canonical_card_name`."""
+    """Return the card that `name` names for --card, as in card("rtx 3090"), or raise ValueError as
+    `canonical_card_name`. THIS_MACHINE is measured, which takes about three seconds."""
     return CARDS.get(canonical_card_name(name)) or measure_this_machine()
 
 
@@ -356,8 +356,8 @@ def choose_card(
     """Return the card for which seconds are estimated; None if the card is unknown.
 
     Args:
-        name: value of --card. THIS_MACHINE: measure `device`, which takes about three seconds.
-            None: this machine's CUDA GPU, if CARDS has it.
+        name: value of --card. THIS_MACHINE: `device`, as `measure_this_machine` measures it with
+            `seq_len` and `head_size`. None: this machine's CUDA GPU, if CARDS has it.
         tf32: True: the returned card's float32 rate is that of TF32, which is half of its bfloat16
             rate (unless this half is less than the card's float32 rate).
     """

@@ -68,7 +68,7 @@ PhaseMark = tuple[int, str, int | None]
 
 
 class Op(NamedTuple):
-    """An operator that ran. If it returns a view, its name is "", and only `phase_mark`,
+    """An operator that ran; if it returns a view, its name is "", and only `phase_mark`,
     `call_site` and `replayed` are set."""
 
     name: str
@@ -277,10 +277,10 @@ class CallSiteTracker:
     """Find the call site (module and line) of each operator that runs inside
     `track_running_module()`.
 
-    Autograd runs the operators of backward, so no line of the model calls them. But each node of
-    its graph has the same sequence number in forward and in backward: the tracker stores a call
-    site under this number in forward, and looks it up in backward. (A search for modules in the
-    stack's local variables would keep tensors alive that are about to be freed.)
+    Autograd runs the operators of backward, so no line of the model calls them. Each node of
+    autograd's graph, however, has the same sequence number in forward and in backward, so the
+    tracker stores a call site under this number in forward, and looks it up in backward. (A search
+    for modules in the stack's local variables would keep tensors alive that are about to be freed.)
 
     Args:
         model: the model that runs.

@@ -2,8 +2,8 @@
 FLOPs, its workspace on a GPU.
 
 - FLOPs are those of matrix products and attention, 2 per multiply-add. Attention has two products
-  in forward, and five in backward, which computes the scores again. Causal attention skips the
-  masked half of each product.
+  in forward, and five in backward, which computes the scores again; causal attention skips the
+  masked half of each.
 - Bytes are those of the tensors that an operator reads or writes; each tensor counts once. An
   operator that returns a view, or that only allocates memory, moves no bytes. A lookup reads only
   the rows that it returns, not the whole table.
@@ -170,11 +170,11 @@ def kernel_workspace_bytes(operator: Any, args: tuple) -> int:
 
     `operator`: the CPU operator that simulates this kernel. `args`: its positional arguments.
 
-    Only the backward of fused attention has a workspace here. Its kernel sums the gradient of q in
+    Only the backward of fused attention has a workspace here: its kernel sums the gradient of q in
     float32 (`dq_accum` of FlashAttention-2; Dao, 2023), and keeps one float32 value for each row of
     q (`softmax_d`). T is rounded up to a multiple of 128, and the size of a head to a multiple of
-    32. For float32 tensors there is no such kernel. (From torch 2.11 on, H100 and B200 use cuDNN's
-    kernel, whose workspace is not planned.)
+    32. There is no such kernel for float32 tensors, and the workspace of cuDNN's kernel, which H100
+    and B200 use from torch 2.11 on, is not planned.
     """
     if operator is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return 0

@@ -85,11 +85,11 @@ def measure_this_machine(
 ) -> Card:
     """Measure a device in about three seconds, with its present load and threads; return a Card.
 
-    The rates are measured, so both efficiencies are 1. If the device has no hardware for float16 or
-    bfloat16, the Card has the low rates that were measured. Attention is measured with `seq_len`
-    tokens and `head_size` channels, because its FLOP/s depend on both: its backward on a CPU in
-    bfloat16, for example, reaches a 50th of the FLOP/s of other matrix products with 64 tokens and
-    32 channels, and a third of them with 1,024 tokens and 64 channels.
+    The rates are measured, so both efficiencies are 1, and a device without hardware for float16 or
+    bfloat16 gets the low rates that it reaches. Attention is measured with `seq_len` tokens and
+    `head_size` channels, because its FLOP/s depend on both: its backward on a CPU in bfloat16, for
+    example, reaches a 50th of the FLOP/s of other matrix products with 64 tokens and 32 channels,
+    and a third of them with 1,024 tokens and 64 channels.
     """
     device = device or torch.device("cpu")
     card = measure_card(device, seq_len, head_size)
@@ -135,8 +135,8 @@ def measure_attention_flops_per_s(
 ) -> tuple[float, float]:
     """Return the FLOP/s of causal attention and of its backward: (forward, backward).
 
-    Longer sequences are measured with MAX_MEASURED_SEQ_LEN tokens. FLOPs in the masked half of the
-    products do not count.
+    Longer sequences are measured with MAX_MEASURED_SEQ_LEN tokens, and FLOPs in the masked half of
+    the products do not count.
     """
     on_gpu = device.type != "cpu"
     T = min(seq_len, 128 if dtype == torch.float16 and not on_gpu else MAX_MEASURED_SEQ_LEN)

@@ -74,9 +74,8 @@ class Planner:
     """Plan training steps: run the real model, optimizer and recompute policies on fake tensors.
 
     The fake tensors are always on a CPU. For "cuda" the planner uses functions that keep the same
-    tensors as CUDA's fused dropout and fused attention, and it adds the workspaces of CUDA's
-    kernels (planner/operators.py). For "mps" dropout and attention are not fused, as in real
-    training.
+    tensors as CUDA's fused dropout and fused attention, and adds the workspaces of CUDA's kernels
+    (planner/operators.py). For "mps" dropout and attention are not fused, as in real training.
     """
 
     config: MiniGPTConfig  # `step` can change its memory settings
@@ -483,7 +482,7 @@ def make_optimizer_state(
 
 
 def step_once_of_each_kind(optimizer: torch.optim.Optimizer, log: OpRecorder) -> None:
-    """Record the optimizer's step. Of updates that run the same operators, one runs, which the
+    """Record the optimizer's step: of updates that run the same operators, one runs, which the
     recorder counts as often as there are such updates. An optimizer with a method `updates_by_kind`
     tells which updates these are; any other optimizer runs a whole step."""
     every = {"all": [optimizer.step]}

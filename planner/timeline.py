@@ -1,9 +1,9 @@
 """Compute the memory and the work of a simulated step.
 
 Memory is the bytes that exist after each operator; work is the FLOPs of each operator, and the
-bytes that it reads and writes. A step is a list of segments, such as the forward of one block.
-Equal blocks share one segment, because the bytes that a segment allocates and frees do not depend
-on other segments. The memory and the time of a step are sums over its segments.
+bytes that it reads and writes. A step is a list of segments, such as the forward of one block, and
+its memory and its time are sums over them. Equal blocks share one segment, because the bytes that a
+segment allocates and frees do not depend on other segments.
 """
 
 import math
@@ -264,13 +264,13 @@ class StepMemory:
 
     @cached_property
     def timeline(self) -> np.ndarray:
-        """Bytes of each kind after each operator: (operators + 1, len(KINDS)) int64. Row 0 has the
+        """Bytes of each kind after each operator: (operators + 1, len(KINDS)) int64; row 0 has the
         bytes before the first operator."""
         return bytes_by_op_and_kind(segment for segment, _ in self.segments_and_block_shifts)
 
     @cached_property
     def bytes_after_each_op(self) -> np.ndarray:
-        """Bytes after each operator: (operators + 1,) int64. Entry 0: before the first operator."""
+        """Bytes after each operator: (operators + 1,) int64; entry 0: before the first operator."""
         return self.timeline.sum(axis=1)
 
     @cached_property
@@ -321,7 +321,7 @@ class StepMemory:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of CPU memory that offload allocates. (On a CPU `peak` includes them.)"""
+        """Bytes of CPU memory that offload allocates, which on a CPU `peak` includes."""
         return sum(pinned for _, pinned in self.offloaded_sizes)
 
     @property

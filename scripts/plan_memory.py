@@ -104,7 +104,7 @@ class PlanSettings(Settings):
 
 
 def parse(argv: list[str]) -> PlanSettings:
-    """Return the settings as typed. Raises MiniGPTError if flags contradict each other."""
+    """Return the settings as typed, or raise MiniGPTError if flags contradict each other."""
     typed = PlanSettings.parse(
         argv,
         "python -m scripts.plan_memory",
@@ -144,7 +144,7 @@ def parse(argv: list[str]) -> PlanSettings:
 
 
 def make_plan(typed: PlanSettings) -> CommandPlan:
-    """Return the plan without recompute, from which all rows are made. Raises MiniGPTError."""
+    """Return the plan without recompute, from which all rows are made, or raise MiniGPTError."""
     _, settings = read_init_from(typed)
     settings = resolve(settings, typed.layout, typed.script).replace(**{POLICY_FLAG: "none"})
     plan = plan_for_command(settings, settings.layout)
@@ -241,7 +241,7 @@ def plan_with_longest_sequence(table: list[CommandPlan]) -> CommandPlan | None:
 
 
 def print_plan(plan: CommandPlan, typed: PlanSettings, bar: tqdm) -> dict[str, Any]:
-    """Print the plan; return the content of the JSON file. Raises MiniGPTError."""
+    """Print the plan and return the content of the JSON file, or raise MiniGPTError."""
     limit, taken = plan.memory_budget.limit_bytes, None
     knobs, table, rows = list[CommandPlan](), list[CommandPlan](), list[Row]()
     if limit is not None and plan.state_bytes < plan.bytes_within_margin:
@@ -292,7 +292,7 @@ def record_step(plan: CommandPlan, typed: PlanSettings, taken: CommandPlan | Non
 
 
 def json_fields_of_plan(plan: CommandPlan, taken: CommandPlan | None) -> dict[str, Any]:
-    """Return what the JSON file has about the whole plan. Sizes are in bytes."""
+    """Return what the JSON file has about the whole plan, with sizes in bytes."""
     return {
         "config": asdict(plan.config),
         "batch_size": plan.settings.batch_size,

@@ -3,7 +3,7 @@
 Three searches find the plans: the table of policies (`plans_for_each_policy`), the longest sequence
 (`longest_sequence`) and the fastest micro-batch (`search_fastest_plans`). `--at-peak` lists by name
 what is alive at a peak: hundreds of tensors, which make a few dozen groups because blocks are equal
-(`group_name_and_kind` in planner/record.py). The largest nine groups take most of the bytes.
+(`group_name_and_kind` in planner/record.py), of which the largest nine take most of the bytes.
 """
 
 import math
@@ -130,7 +130,7 @@ def plans_for_each_policy(
 
 
 def recommended_plan(plan: CommandPlan) -> CommandPlan | None:
-    """Return the fastest plan that fits with the margin; None if none fits. Offload comes last,
+    """Return the fastest plan that fits with the margin, or None if none fits; offload comes last,
     because no predicted time includes its copies."""
     ways = plan.with_fastest_policy(), plan.with_policy(OFFLOAD_POLICY)
     return next(filter(fits_safely, ways), None)
@@ -200,11 +200,8 @@ def time_and_speed_cells(row: Row, first: Row) -> dict[str, str]:
 
 
 def flags_for_seq_len(settings: Settings, seq_len: int) -> Change:
-    """Return the change to sequences of `seq_len` tokens.
-
-    `max_position_embeddings` becomes `seq_len`, but a value that was typed or set by --model is
-    never reduced.
-    """
+    """Return the change to sequences of `seq_len` tokens. `max_position_embeddings` becomes
+    `seq_len`, but a value that was typed or set by --model is never reduced."""
     follows = "max_position_embeddings" not in settings.typed and settings.model is None
     positions = 0 if follows else settings.max_position_embeddings
     return {"seq_len": seq_len, "max_position_embeddings": max(seq_len, positions)}
@@ -296,7 +293,7 @@ def format_fastest_plans(plans: list[CommandPlan]) -> str:
 
 def at_peak(record: StepRecord) -> list[Row]:
     """Return the groups of storages that are alive at the peak, the largest first, in the form of
-    the JSON file. Their bytes add up to exactly the peak."""
+    the JSON file. The sum of their bytes is exactly the peak."""
     return [*map(describe_storage_group, record.groups_at_peak)]
 
 
@@ -324,8 +321,7 @@ def describe_storage_group(storages: list[Storage]) -> Row:
 
 def format_peak(record: StepRecord, name: str) -> str:
     """Return a table of the groups that are alive at the peak, with at most LINES rows. The title
-    above the table has `name`, the name of the planned row, and the phase and the block of the
-    peak."""
+    above the table has `name`, the row's name, and the phase and the block of the peak."""
     groups, peak = at_peak(record), record.step_memory.peak
     shown = groups if len(groups) <= LINES else groups[: LINES - 1]
     if others := groups[len(shown) :]:

@@ -55,7 +55,7 @@ def make_meta_model(config: MiniGPTConfig) -> MemorySavingGPT:
 
 @dataclass(frozen=True)
 class CommandPlan(StepPlan):
-    """A StepPlan, and what only commands ask of it."""
+    """A StepPlan with what only commands need."""
 
     link: str | None = None  # key of LINKS; None: leave the time of communication out
 
@@ -123,7 +123,7 @@ class CommandPlan(StepPlan):
         backward of a step, the all-gathers of shards beside each forward and backward, and their
         reduce-scatters beside the last backward (with --reproducible-sums, beside each). Attention
         of a shared sequence waits for all-to-alls of q, k, v and its result, in forward and in
-        backward. (Those that a policy repeats with attention are left out.)
+        backward. (Those that a policy repeats, because it recomputes attention, are left out.)
         """
         n, step, settings = self.layout.world_size, self.step, self.settings
         if self.link is None or n == 1 or self.card is None:

@@ -2,8 +2,8 @@
 --use-activation-checkpoint auto.
 
 planner/ simulates steps and finds the fastest policy. A `StepPlan` asks the planner about the
-settings of a run with one policy; each policy is a StepPlan of its own. (scripts/plans.py has what
-only commands ask.)
+settings of a run with one policy, and each other policy has a StepPlan of its own.
+(scripts/plans.py has what only commands ask.)
 """
 
 import shlex

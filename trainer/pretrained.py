@@ -1,10 +1,10 @@
-"""Load trained weights, for --init-from and for tools. The source is a MiniGPT snapshot, or a
-folder with a GPT-2 in the format of Hugging Face's transformers.
+"""Load trained weights, for --init-from and for tools, from a MiniGPT snapshot, or from a folder
+with a GPT-2 in the format of Hugging Face's transformers.
 
 MiniGPT has the same tensors as GPT-2 under other names, and with the matrices of the blocks
 transposed, because transformers uses TensorFlow's layout ("Conv1D"). A variant of GPT-2 that
-MiniGPT cannot compute is rejected (see `SUPPORTED_GPT2_SETTINGS`). Reading a folder needs the
-package safetensors, but not transformers.
+MiniGPT cannot compute is rejected (`SUPPORTED_GPT2_SETTINGS`). A folder is read with the package
+safetensors, without transformers.
 """
 
 import json
@@ -80,8 +80,8 @@ def renamed_and_transposed(tensors: dict[str, Tensor], names: dict[str, str]) ->
 
 
 def read_config(folder: Path) -> MiniGPTConfig:
-    """Read config.json and return the model's config, with dropout 0: a run sets its dropout by
-    --dropout. Raises DataError."""
+    """Read config.json and return the model's config, with dropout 0, because a run sets its
+    dropout by --dropout. Raises DataError."""
     with errors_as_data_errors(folder / "config.json", "configuration of a model"):
         content = {"model_type": None} | json.loads((folder / "config.json").read_bytes())
         for name, allowed in SUPPORTED_GPT2_SETTINGS.items():
@@ -95,7 +95,7 @@ def read_config(folder: Path) -> MiniGPTConfig:
 
 
 def import_safetensors() -> ModuleType:
-    """Import and return the package safetensors. Raises DataError, with an install hint, if it is
+    """Import and return the package safetensors, or raise DataError with an install hint if it is
     missing."""
     try:
         import safetensors.torch

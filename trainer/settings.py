@@ -2,7 +2,7 @@
 
 A field of `Settings` is a flag, whose row holds the default, how the text is read, the help, and
 its rules: may the flag change at --resume, may it differ between ranks. A new flag is a row here,
-the line that uses the value, and a line in docs/flags.md. Settings are frozen: `resolve` and
+the line that uses the value, and a line in docs/flags.md. Settings are frozen, so `resolve` and
 `replace` return new ones.
 """
 
@@ -187,9 +187,10 @@ class Settings:
         " half of a block, in at most N chunks of at least 64 tokens; 1 = all at once, 0 = "
         "automatic; chunks change the rounding of six gradients per block (default: 1)")
     on_out_of_memory: str = row("deeper", ("deeper", "stop"),
-        help="deeper: do the step again, and all later steps, with a policy that needs less (with "
-        "several processes: end with exit code 4, and begin so if torchrun starts them again); the "
-        "results are the same. stop: end with exit code 4 (default: {default})")
+        help="deeper: do the step again, and all later steps, with a policy that needs less memory "
+        "(with several processes: end with exit code 4, and begin with such a policy if torchrun "
+        "starts them again); the results are the same. stop: end with exit code 4 (default: "
+        "{default})")
 
     batch_size: int = row(12, SIZE, group="training",
         help="sequences per micro-batch and process (default: {default})")
@@ -342,13 +343,13 @@ class Settings:
 
     @property
     def recompute_plan(self) -> RecomputePlan:
-        """The recompute policy of each block; `auto` counts as `full`. Raises ValueError if the
-        policy string is invalid for --n-layers."""
+        """The recompute policy of each block, where `auto` counts as `full`; raises ValueError if
+        the policy string is invalid for --n-layers."""
         policy = self.use_activation_checkpoint
         return parse_recompute_plan("full" if policy == AUTO else policy, self.n_layers)
 
     def model_config(self, vocab_size: int) -> MiniGPTConfig:
-        """Return the config of the model, in which the policy `auto` counts as `full`. Raises
+        """Return the config of the model, in which the policy `auto` counts as `full`, or raise
         MiniGPTError if such a model is impossible."""
         names = {field.name for field in fields(MiniGPTConfig)} & ROWS.keys() - {"vocab_size"}
         same: dict[str, Any] = {name: getattr(self, name) for name in names}
