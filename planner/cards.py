@@ -155,10 +155,11 @@ CARDS = {
         # NVL72 (figures for one GPU). The GB/s of T4 are computed: 5,001 MHz x 2 x 256 bits. The
         # figures of A10G come from AWS. (On an A10G, 69.5 TFLOP/s were measured. Many tables say
         # that an A10G has 125 TFLOP/s, but this is the figure of another card, the A10.) P4, P40
-        # and P100 have no tensor cores. They, V100 and T4 have no hardware for bfloat16: products
-        # in bfloat16 run at the rate of float32, and on the P cards so do those in float16, because
-        # they accumulate in float32. A800, H800: A100 and H100 with slower links. The memory of
-        # GB200, B300 and GB300 is an estimate from what the data sheets leave for one GPU.
+        # and P100 have no tensor cores and, like V100 and T4, no hardware for bfloat16: products in
+        # bfloat16 run at the rate of float32. On the P cards products in float16 run at this rate,
+        # too, because they accumulate in float32. A800, H800: A100 and H100 with slower links. The
+        # memory of GB200, B300 and GB300 is an estimate from what the data sheets leave for one
+        # GPU.
         make_card("P4", 7.4, 5.5, 5.5, 5.5, 192),
         make_card("P40", 22.3, 11.8, 11.8, 11.8, 346),
         make_card("P100 PCIe 16GB", 15.9, 9.3, 9.3, 9.3, 732),

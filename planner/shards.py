@@ -59,8 +59,8 @@ GATHERED_REASON = "gathered from all processes, for as long as the group of laye
 def make_local_model(config: MiniGPTConfig, n: int) -> MemorySavingGPT:
     """Return a model with the shards of rank 0 of n processes: 1 / n of each parameter's rows.
 
-    The number of rows is rounded up, so that no rank has more rows than rank 0, and a rank with
-    fewer rows allocates as many as rank 0.
+    The number of rows is rounded up: no rank has more rows than rank 0, and a rank with fewer rows
+    allocates as much memory as rank 0.
     """
     shard = MemorySavingGPT(config)
     for module in shard.modules():
@@ -108,7 +108,8 @@ def add_fsdp_storages(
     in_bfloat16: bool,
     copies: bool,
 ) -> None:
-    """Add to the record the storages that fully_shard allocates; set when it frees full gradients.
+    """Add the storages that fully_shard allocates to the record, and set when it frees full
+    gradients.
 
     Args:
         log: the recorder of a step that has run forward and backward with the full model.

@@ -91,8 +91,8 @@ class Planner:
     # Which processes share what. The plan is for one process: for rank 0 if sequences are shared,
     # because no other rank has more tokens or heads.
     layout: Layout = Layout()
-    # Number of pending sums of earlier gradients besides `.grad`, which are freed when the
-    # parameter's gradient is complete (see --reproducible-sums).
+    # Number of pending sums of earlier gradients that a parameter has besides `.grad`, and that are
+    # freed when its gradient is complete (see --reproducible-sums).
     n_pending_sums: int = 0
     # Gradients are sent or received in copies of this dtype; None: in place. With DDP the plan
     # counts all copies at once, as in the first step, in which one bucket has all gradients.
@@ -206,8 +206,8 @@ class Planner:
                 return self.simulate_short_step(batch_size, config, policy, size)
             segments = split_into_segments(log, [size] * n)
             if self.gather_in_bfloat16:
-                # The root group has the LayerNorms of all blocks, whose full gradients are freed
-                # when backward ends, also those of the blocks that do not run here.
+                # The root group has the LayerNorms of all blocks. Their full gradients are freed
+                # when backward ends, also for the blocks that do not run here.
                 rest = self.model.blocks[n * size :]
                 norms = {*rest.parameters()} - {*block_group_params(rest, in_bfloat16=True)}
                 freed = segments[-2].allocated_and_freed_by_kind[-1, 1]
@@ -308,8 +308,8 @@ class Planner:
         `config.n_layers` blocks run; return the recorder.
 
         Args:
-            runs_head, runs_update: False: leave out the head, or the update, which one operator
-                then replaces, because another step has the same one.
+            runs_head, runs_update: False: leave out the head or the update (which one operator
+                replaces), because another step has the same one.
             sources: finds the call sites that the recorder stores; None: store no call sites.
         """
         model, blocks = self.model, self.model.blocks[: config.n_layers]

@@ -210,8 +210,8 @@ class StepMemory:
         """Return the estimated seconds of a training step on this card.
 
         The step has n micro-batches and one update. If a simulated micro-batch with its update
-        takes t seconds, and the update alone u, the step takes n (t - u) + u, less the additions to
-        earlier gradients, which the first micro-batch does not run. The estimate
+        takes t seconds, and the update alone u, the step takes n (t - u) + u, less the time of
+        additions to earlier gradients, which the first micro-batch does not run. The estimate
         (planner/roofline.py) is for eager code, and does not change with --compile.
         """
         *segments, update = [segment for segment, _ in self.segments_and_block_shifts]

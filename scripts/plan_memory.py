@@ -192,7 +192,7 @@ def describe_recommendation(
     plan: CommandPlan, typed: PlanSettings, taken: CommandPlan | None
 ) -> str:
     """Return the lines before the table: what fits, the time of the whole run, the command; or why
-    nothing fits, and the cheapest change that makes it fit. `taken`: the recommended plan."""
+    nothing fits, and the cheapest change with which a step fits. `taken`: the recommended plan."""
     data = whole_run_data_flags(plan, typed) if plan.card else {}
     if taken is None:
         text, change = advice(plan)

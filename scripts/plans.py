@@ -78,7 +78,8 @@ class CommandPlan(StepPlan):
     @cached_property
     def state_bytes(self) -> int:
         """Bytes of weights, gradients and the optimizer's state in a process, and of the weights
-        that it gathers. Every step takes at least these bytes, which need no simulation."""
+        that the process gathers. Every step takes at least these bytes, which need no
+        simulation."""
         model, moments = self.meta_model, getattr(torch, self.settings.moments_dtype)
         state = (
             tensor
