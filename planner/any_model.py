@@ -105,8 +105,8 @@ def record_step(
     card_name: str | None = None,
     accumulates_gradients: bool = False,
 ) -> StepRecord:
-    """Return the record of the step that `plan_step` plans, with a name for each storage, and with
-    lines in the files that define the model's classes. Arguments and errors are those of
+    """Return the record of the step that `plan_step` plans, which names each storage, and the line
+    that made it in the files of the model's classes. Arguments and errors are those of
     `plan_step`."""
     stack = list(dict.fromkeys(blocks)) if isinstance(blocks, Iterable) else []
     named = {"none": [], "full": stack}

@@ -50,8 +50,8 @@ CARDS = {
         # boost clock of NVIDIA's product pages. In float32 they are 2 x CUDA cores x boost clock.
         # With tensor cores, float16 is four times as fast on RTX 20; float16 and bfloat16 are twice
         # as fast on RTX 30, 40 and 50. (Whitepapers Turing, GA102, Ada, RTX Blackwell; on TITAN RTX
-        # float16 is eight times as fast.) RTX 20 has no hardware for bfloat16, GTX 10 and 16 have
-        # no tensor cores, so the table has float32's rate instead of the missing rates.
+        # float16 is eight times as fast.) RTX 20 has no hardware for bfloat16, and GTX 10 and 16
+        # have no tensor cores, so the table has float32's rate instead of the missing rates.
         make_card("GTX 1050 Ti", 3.9, 2.14, 2.14, 2.14, 112),
         make_card("GTX 1060 6GB", 5.9, 4.37, 4.37, 4.37, 192),
         make_card("GTX 1070", 7.9, 6.46, 6.46, 6.46, 256),

@@ -356,10 +356,10 @@ def name_in_sources(file: str, sources: tuple[PurePath, ...]) -> str:
 def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> list[Storage]:
     """Return the storages that `forward()` makes on the model's device and keeps for backward.
 
-    `forward` runs with gradients and returns a tensor. Parameters and inputs do not count, because
-    they exist before. Autocast's low-precision copies of weights count, and so do the gradients
-    that the head makes in forward (`loss_chunks`). If the model was built on fake tensors, the call
-    needs no memory.
+    `forward` runs with gradients enabled, and returns a tensor. Parameters and inputs do not count,
+    because they exist before. Autocast's low-precision copies of weights count, and so do the
+    gradients that the head makes in forward (`loss_chunks`). If the model was built on fake
+    tensors, the call needs no memory.
     """
     weight = next(model.parameters())
     log = OpRecorder()

@@ -255,7 +255,7 @@ class Planner:
         # Prefer the step with one sequence: other functions need it, too, and `step` caches it.
         two = self.step(one.batch_size + 1 if min_batch > 1 else 1, **memory)
         if len(bytes_at_ops_outside_head(one)) != len(bytes_at_ops_outside_head(two)):
-            # Replace the step with one sequence, where a reshape may return a view: with more
+            # Replace the step of a single sequence, in which a reshape may return a view: with more
             # sequences it copies, which is one more operator.
             two = self.step(one.batch_size + 1, **memory)
 
@@ -304,8 +304,8 @@ class Planner:
         runs_update: bool = True,
         sources: CallSiteTracker | None = None,
     ) -> OpRecorder:
-        """Do train_minimal.train_step for one micro-batch on fake tensors, in which only the first
-        `config.n_layers` blocks run; return the recorder.
+        """Do train_minimal.train_step for one micro-batch on fake tensors, with only the first
+        `config.n_layers` blocks; return the recorder.
 
         Args:
             runs_head, runs_update: False: leave out the head or the update (which one operator
@@ -317,7 +317,7 @@ class Planner:
         with self.fake:
             self.make_earlier_gradients(self.params_left_out(config.n_layers))
             rows = torch.zeros(batch_size, self.seq_len + 1, dtype=torch.int64)
-            # As in data/batches.py: of one row, both are views of `rows`.
+            # As in data/batches.py: with a single sequence, both are views of `rows`.
             batch = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
             ids, labels = (tensor[:, : self.local_seq_len] for tensor in batch)
             del rows

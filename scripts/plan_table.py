@@ -3,7 +3,7 @@
 Three searches find the plans: the table of policies (`plans_for_each_policy`), the longest sequence
 (`longest_sequence`) and the fastest micro-batch (`search_fastest_plans`). `--at-peak` lists by name
 what is alive at a peak: hundreds of tensors, which make a few dozen groups because blocks are equal
-(`group_name_and_kind` in planner/record.py), of which the largest nine take most of the bytes.
+(`group_name_and_kind` in planner/record.py); the largest nine groups take most of the bytes.
 """
 
 import math
@@ -172,8 +172,7 @@ def format_table(rows: list[Row], takes: str | None) -> str:
 
 def choice_key(row: Row) -> tuple:
     """Return a key that is equal for rows between which nobody needs to choose: equal rows, and
-    rows that do not fit with the margin, if more recompute makes neither the printed peak smaller
-    nor the batch larger."""
+    rows that do not fit with the margin and have the same printed peak and largest batch."""
     if row["fits"] is not None and not row["fits_safely"]:
         return row["fits"], format_bytes(row["peak_bytes"]), row["largest_batch"]
     keys = "peak_bytes kept_bytes recomputed_flops_share largest_batch longest_sequence_safely"

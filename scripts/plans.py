@@ -1,8 +1,8 @@
 """Plan for a command, such as scripts/plan_memory.py, on a device that need not exist here.
 
-A `CommandPlan` is a trainer's `StepPlan` that knows what only commands ask: the bytes of the state,
-the largest batch that fits, the time of a step. `advice` finds the cheapest change of flags that
-makes a step fit, in the order of docs/planning.md ("Out of memory: which knob first"). A simulation
+A `CommandPlan` is a trainer's `StepPlan` with what only commands need: the bytes of the state, the
+largest batch that fits, the time of a step. `advice` finds the cheapest change of flags that makes
+a step fit, in the order of docs/planning.md ("Out of memory: which knob first"). A simulation
 proves this change, or, if the state alone is too large, the bytes of the changed state.
 """
 
@@ -118,9 +118,9 @@ class CommandPlan(StepPlan):
     def exposed_communication_seconds(self) -> float:
         """Predicted seconds in which a training step only communicates; 0: no link.
 
-        Each process of N sends (N - 1) / N of the bytes of a gather, of a reduce-scatter and of an
-        all-to-all, and twice as many in an all-reduce. Communication runs beside computation, and
-        only the seconds by which it takes longer count: DDP's all-reduce runs beside the last
+        Each process of N sends (N - 1) / N of the bytes of an all-gather, of a reduce-scatter and
+        of an all-to-all, and twice as many in an all-reduce. Communication runs beside computation,
+        and only the seconds by which it takes longer count: DDP's all-reduce runs beside the last
         backward of a step, the all-gathers of shards beside each forward and backward, and their
         reduce-scatters beside the last backward (with --reproducible-sums, beside each). Attention
         of a shared sequence waits for all-to-alls of q, k, v and its result, in forward and in

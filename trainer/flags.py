@@ -39,7 +39,7 @@ class OneLineParser(argparse.ArgumentParser):
     """ArgumentParser that prints an error as one line, without argparse's long usage text."""
 
     def error(self, message: str) -> NoReturn:
-        if os.environ.get("LOCAL_RANK", "0") in ("0", ""):  # one of torchrun's processes says it
+        if os.environ.get("LOCAL_RANK", "0") in ("0", ""):  # torchrun: one process prints it
             print_error(message.removeprefix("argument "))
         self.exit(2)
 

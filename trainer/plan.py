@@ -3,7 +3,7 @@
 
 planner/ simulates steps and finds the fastest policy. A `StepPlan` asks the planner about the
 settings of a run with one policy, and each other policy has a StepPlan of its own.
-(scripts/plans.py has what only commands ask.)
+(scripts/plans.py has what only commands need.)
 """
 
 import shlex
