@@ -19,9 +19,8 @@ While backward of block i + 1 runs, therefore, only the tensors of block i are c
 Compute waits for the copy to the CPU because the allocator gives freed memory at once to the next
 request on the same stream: the order of that stream separates the old use from the new use, but a
 copy on another stream is not in this order. Therefore compute allocates and frees all GPU memory
-here, and waits for each copy that uses it. (With `record_stream` the allocator itself would wait
-for copies, but it learns late that a copy is done, takes other memory until then, and saves
-nothing.)
+here, and waits for each copy that uses it. (With `record_stream` the allocator would wait for
+copies, but learns late that a copy is done, takes other memory until then, and saves nothing.)
 
 On a CPU, where the planner simulates steps, the same code makes ordinary copies.
 """

@@ -78,8 +78,7 @@ class CommandPlan(StepPlan):
     @cached_property
     def state_bytes(self) -> int:
         """Bytes of weights, gradients and the optimizer's state in a process, and of the weights
-        that the process gathers. Every step takes at least these bytes, which need no
-        simulation."""
+        that the process gathers. Every step takes at least these; no simulation is needed."""
         model, moments = self.meta_model, getattr(torch, self.settings.moments_dtype)
         state = (
             tensor
@@ -244,9 +243,8 @@ def with_fitting_policy(plan: CommandPlan) -> CommandPlan | None:
     """Return the plan with the fastest policy that fits, or None if no policy fits.
 
     If neither `full` nor nested groups (`full/K+nested`) fit, no policy fits, because these have
-    the smallest peaks. If the policy has offload, only this policy is tried, because a predicted
-    time does not include offload's copies, and so cannot be compared with the time of another
-    policy.
+    the smallest peaks. If the policy has offload, only this policy is tried, because predicted
+    times leave out offload's copies, and so cannot be compared.
     """
     if plan.settings.recompute_plan.offload:
         return plan if plan.fits else None
