@@ -39,8 +39,8 @@ def iter_ids(
 ) -> Iterator[np.ndarray]:
     """Yield the ids of text files or token files, in chunks.
 
-    In text, the id of <|endoftext|> comes before each document; `count` gets the numbers of its
-    "documents" and of those that are "empty". Raises DataError.
+    In text, the id of <|endoftext|> comes before each document, and `count` counts the documents
+    (see `Tokenizer.encode_documents`). Raises DataError.
     """
     for path in paths:
         if suffix_of(path) in TOKEN_SUFFIXES:

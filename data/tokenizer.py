@@ -81,8 +81,8 @@ class Tokenizer:
         """Yield the ids of documents, which are given in chunks of text, with the id of
         <|endoftext|> before each document.
 
-        A document whose first chunk has no text, or white space alone, is left out. `count` gets
-        the numbers of "documents" and of those that are "empty".
+        A document whose first chunk has no text, or white space alone, is left out.
+        count["documents"] and count["empty"] count the kept documents and those left out.
         """
         for chunks in map(iter, documents):
             head = next(chunks)

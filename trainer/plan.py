@@ -194,7 +194,7 @@ class StepPlan:
 
 
 def plans_to_try(plans: Iterable[P], share: float = 1.0) -> Iterator[P]:
-    """Yield the plans to try after the first of `plans` did not fit, in this order.
+    """Yield, in order, the plans to try when the first of `plans` does not fit.
 
     `plans`: a plan and its `deeper_plans`. The limit is the peak of the first plan times `share`,
     minus the margin of a MemoryBudget. The result begins with the fastest plan whose peak is within
