@@ -88,6 +88,7 @@ SMALL = {
     "scripts.benchmark": f"{SHAPE} --vocab-size 61 --policies full --steps 1",
     "scripts.generate": "--max-new-tokens 5",
     "scripts.kept_tensors": "--seq-len 16",
+    "scripts.plan_model": "--input 1x16",
 }
 # They have tests of their own.
 ELSEWHERE = {"studies.tables", "scripts.lesson", "pytest"}
@@ -125,16 +126,21 @@ def made_small(command: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws pictures")
+@pytest.mark.skipif(find_spec("transformers") is None, reason="plans a model of transformers")
 def test_commands_run(tmp_path):
-    """Each in a process of its own. Of torchrun's, the last one of each trainer."""
+    """Each in a process of its own. Of torchrun's, the last one of each trainer. (lora.py needs
+    the package peft.)"""
     made = shutil.ignore_patterns(".*", "__pycache__", "cache", "*.pt", "*.lock", "*.jsonl")
     fresh = shutil.copytree(ROOT, tmp_path / "fresh", ignore=made)
     for name in ("train.txt", "val.txt"):
         (fresh / "data" / name).write_text("a line of text for a model to learn from\n" * 500)
     write_folder(fresh / "gpt2")
+    (fresh / "my_model.py").write_text(DOCS["seeing.md"].split("```python\n")[1].split("```")[0])
+    (fresh / "llama").mkdir()
+    (fresh / "llama/config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
     left_out = {*TORCHRUNS} - {*{COMMANDS[command]: command for command in TORCHRUNS}.values()}
     for command, program in COMMANDS.items():
-        if program not in ELSEWHERE and command not in left_out:
+        if program not in ELSEWHERE and command not in left_out and "lora.py" not in command:
             _, *words = made_small(command)
             result = run([sys.executable, *words], timeout=300, cwd=fresh)
             assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
