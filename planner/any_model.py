@@ -6,6 +6,7 @@ simulation needs no GPU and almost no memory, and leaves the model unchanged. Fo
 batch that fits.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -75,7 +76,9 @@ def plan_step(
         recompute: "none", "full", or a list of some of the model's modules. Each listed module, or
             with "full" each block, runs in an activation checkpoint
             (`torch.utils.checkpoint.checkpoint`).
-        loss: function (forward's result, batch) -> loss. None: the model returns its loss.
+        loss: function (forward's result, batch) -> loss; None: the model returns its loss. With it,
+            forward gets only what it takes: of a dict the arguments that it names, of a tuple as
+            many as it has without defaults.
         precision: dtype of autocast; float32: no autocast. (The plan uses the autocast of a CPU,
             while CUDA's runs more functions in float32, such as `torch.pow`: a model with these
             functions takes more memory than planned.)
@@ -144,13 +147,14 @@ def record_step(
         configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
         for config in [config for config in configs if hasattr(config, "use_cache")]:
             config.use_cache = False
+    n_args, accepts = (None, lambda name: True) if loss is None else arguments_taken(model.forward)
     of_stack = (name for name, module in model.named_modules() if module in stack)
     blocks_name = next(of_stack, "").rpartition(".")[0]
     tracker = CallSiteTracker(model, blocks_name, files_of_classes(model))
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
 
     def forward() -> Tensor:
-        result = model(*args, **kwargs)
+        result = model(*args[:n_args], **{name: kwargs[name] for name in kwargs if accepts(name)})
         return loss_in(result if loss is None else loss(result, batch))
 
     recording = partial(recording_simulated_ops, device_type, fake, tracker, card_name)
@@ -170,6 +174,17 @@ def record_step(
     sizes = [leaf.size(0) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     segments = [(segment, 0) for segment in split_into_segments(log)]
     return explain_storages(log, StepMemory(None, sizes[0] if sizes else 0, 0, segments))
+
+
+def arguments_taken(function: Callable) -> tuple[int | None, Callable[[str], bool]]:
+    """Return how many positional arguments a function needs (at least 1; None: it takes any number
+    of them), and a function that returns whether it takes a keyword argument of that name."""
+    parameters = inspect.signature(function).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    n_needed = sum(p.default is p.empty and p.kind <= 1 for p in parameters.values())
+    n_args = None if inspect.Parameter.VAR_POSITIONAL in kinds else max(1, n_needed)
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+    return n_args, lambda name: takes_any or name in parameters
 
 
 def make_optimizers(

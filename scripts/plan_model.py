@@ -97,7 +97,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 # Argument that begins the message of a PlanError -> its flag
 FLAGS = {"batch": "--input", "blocks": "--blocks", "loss": "--loss", "optimizer": "--optimizer"}
 NOT_THEIRS = (
-    *(Path(str(package.__file__)).parent for package in (torch, importlib)),
+    *(Path(str(package.__file__)).parents[1] for package in (torch, importlib)),  # libraries
     *(PROJECT_FOLDER / room for room in ("planner", "scripts")),
 )
 
@@ -132,6 +132,8 @@ def their_errors(part: str) -> Iterator[None]:
             for frame in traceback.extract_tb((error.__cause__ or error).__traceback__)
             if frame.line and not any(map(Path(frame.filename).is_relative_to, NOT_THEIRS))
         ]
+        if "meta tensor" in words or "CUDA enabled" in words:
+            words += "; leave .to(device) out: the model is planned on the device meta"
         raise MiniGPTError(": ".join([*places[-1:], words])) from error
 
 
@@ -155,12 +157,15 @@ def load(place: str, flag: str, other: str = "") -> Callable:
 
 @cache
 def import_file(path: Path) -> Any:
-    """Import a file, once; see `load`."""
-    ours, theirs = ({file.stem for file in at.iterdir()} for at in (PROJECT_FOLDER, path.parent))
-    for name in [name for name in sys.modules if name.partition(".")[0] in ours & theirs]:
-        del sys.modules[name]
-    sys.path.insert(0, str(path.parent))
-    return importlib.import_module(path.stem)
+    """Import a file, once, as a part of its packages; see `load`."""
+    folder, name = path.parent, path.stem
+    while (folder / "__init__.py").exists():
+        folder, name = folder.parent, f"{folder.name}.{name}"
+    ours, theirs = ({file.stem for file in at.iterdir()} for at in (PROJECT_FOLDER, folder))
+    for other in [other for other in sys.modules if other.partition(".")[0] in ours & theirs]:
+        del sys.modules[other]
+    sys.path.insert(0, str(folder))
+    return importlib.import_module(name)
 
 
 # ---- the model, its batch, its optimizer
@@ -169,7 +174,7 @@ def import_file(path: Path) -> Any:
 def make_model(args: argparse.Namespace) -> nn.Module:
     """Return the model on "meta" in training mode, with the weights of --weights and --freeze."""
     options = dict(map(option, args.options))
-    if args.model.rpartition(":")[0].endswith(".py"):
+    if ".py" in args.model:
         make = partial(load(args.model, "MODEL"), **options)
     else:
         make = partial(transformers_model, Path(args.model), options)
@@ -181,6 +186,7 @@ def make_model(args: argparse.Namespace) -> nn.Module:
             # Code such as torch.linspace(0, 1, 9).tolist() needs values: move only weights.
             with patched(nn.Module, register_parameter=register_on_meta):
                 model = make()
+    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose code is not planned
     if not isinstance(model, nn.Module):
         raise MiniGPTError(f"MODEL {args.model}: it returns no nn.Module, but a {type(model)}")
     names = dict(model.named_parameters())
@@ -219,7 +225,12 @@ def transformers_model(path: Path, options: dict[str, Any]) -> nn.Module:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
+        options |= {"local_files_only": True, "return_unused_kwargs": True}
+        config, unused = AutoConfig.from_pretrained(folder, **options)
+        if unused:
+            raise MiniGPTError(
+                f"--with {', '.join(unused)}: {folder}/config.json has no such value"
+            )
         return AutoModelForCausalLM.from_config(config)
     except (ImportError, OSError, ValueError) as error:
         raise MiniGPTError(
@@ -241,8 +252,8 @@ def make_batch(args: argparse.Namespace, model: nn.Module) -> Any:
     sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     if not sizes or not 0 < rows * columns <= MAX_IDS:
         raise MiniGPTError(
-            f"--input {args.input}: it needs an nn.Embedding in the model, and 1 to "
-            f"{MAX_IDS:,} ids; FILE.py:FUNCTION returns any other batch"
+            f"--input {args.input}: 1 to {MAX_IDS:,} ids for a model with an nn.Embedding, which "
+            f"has {len(sizes)}; FILE.py:FUNCTION returns any other batch"
         )
     ids = (torch.arange(rows * columns) % sizes[0]).reshape(rows, columns)
     names = [*inspect.signature(model.forward).parameters, "input_ids"]
@@ -269,9 +280,12 @@ def blocks_of(model: nn.Module, name: str | None) -> tuple[str, list[nn.Module]]
 
 def optimizer_of(name: str, blocks: list[nn.Module]) -> Callable:
     """Return the function that makes the optimizer from the list of trained parameters."""
-    if name not in OPTIMIZERS:
-        return load(name, "--optimizer", f"{', '.join(OPTIMIZERS)}, or ")
-    return OPTIMIZERS[name] if name != "muon" else partial(make_muon, blocks)
+    if name == "muon" and not blocks:
+        raise MiniGPTError("--optimizer muon: it is for the matrices of blocks; --blocks NAME")
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name] if name != "muon" else partial(make_muon, blocks)
+    make = load(name, "--optimizer", f"{', '.join(OPTIMIZERS)}, or ")
+    return their_errors(f"--optimizer {name}")(make)
 
 
 def make_muon(blocks: list[nn.Module], trained: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
@@ -322,7 +336,8 @@ class ModelPlan:
     def ways(self) -> dict[str, slice]:
         """Name of a way -> which blocks have an activation checkpoint; the cheapest way first."""
         n = len(self.blocks)
-        some = {f"first {n // 2} blocks": slice(n // 2), "every second block": slice(None, None, 2)}
+        half = (n + 1) // 2
+        some = {f"first {half} blocks": slice(half), "every second block": slice(None, None, 2)}
         return (
             {"none": slice(0)}
             | (some if n > 2 else {})
@@ -380,11 +395,14 @@ class ModelPlan:
         return next((way for way in self.ways if self.step(way).peak <= usable), None)
 
     def code(self, way: str) -> str:
-        """Return the Python code that makes the blocks of a way recompute; "" for "none"."""
+        """Return the Python code that makes the blocks of a way recompute; "" for "none". (A
+        recomputed block would fill a KV cache of transformers a second time.)"""
         which, call = self.ways[way], "functools.partial(torch.utils.checkpoint.checkpoint"
         subscript = f"[:{which.stop}]" if which.stop else f"[::{which.step}]" if which.step else ""
         loop = f"for block in model.{self.blocks_name}{subscript}: block.forward = {call}"
-        return f"{loop}, block.forward, use_reentrant=False)" * (way != "none")
+        has_cache = hasattr(getattr(self.model, "config", None), "use_cache")
+        no_cache = "\nmodel.config.use_cache = False" * has_cache
+        return f"{loop}, block.forward, use_reentrant=False){no_cache}" * (way != "none")
 
 
 # ---- what is printed
@@ -447,6 +465,11 @@ def notes_on(plan: ModelPlan, args: argparse.Namespace) -> list[str]:
         "LSTM's plan was 0.57 of its measured peak": has_rnn,
         "tokens/s are samples/s: the first tensor of the batch has no ids": plan.card
         and plan.n_tokens == record.step_memory.batch_size,
+        "a recomputed BatchNorm updates its running statistics twice": any(
+            isinstance(module, nn.modules.batchnorm._BatchNorm)
+            for block in plan.blocks
+            for module in block.modules()
+        ),
         "the workspaces of convolutions are not planned": on_cuda and "convolution" in names,
         f"the memory that these kernels take inside is not planned: {foreign}": foreign,
     }

@@ -18,13 +18,13 @@ FLOOR["data"] = FLOOR["planner"]
 ROOMS = {
     "the root": 405,
     "memory": 560,
-    "planner": 1_216,
+    "planner": 1_220,
     "trainer": 1_840,
     "data": 490,
-    "scripts": 1_470,
+    "scripts": 1_485,
     "studies": 66,
-    "all without tests": 5_998,
-    "tests": 5_785,
+    "all without tests": 6_020,
+    "tests": 5_790,
 }
 FILES_IN = {"trainer": 20, "scripts": 17}
 # Of a file: what is read from top to bottom, and pages.

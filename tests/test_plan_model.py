@@ -45,7 +45,6 @@ def same_as_measured(args: argparse.Namespace, make: Callable[[], nn.Module]) ->
     plan = plan_of(args)
     for way in plan.ways:
         model: Any = make()
-        model.config.use_cache = way == "none"
         exec(plan.code(way), {"model": model, "torch": torch, "functools": functools})
         real = measured(model, plan.batch, plan.how["optimizer"])
         assert plan.step(way).peak == pytest.approx(real, rel=0.001), way
@@ -60,11 +59,14 @@ def test_the_largest_batch(here, sequences):
 
 
 def test_a_users_model(here, capsys):
-    """Its file imports a module that has the name of one of ours."""
+    """Its file is in a package, and imports a module that has the name of one of ours."""
     (here / "mine.py").rename(here / "model.py")
-    (here / "start.py").write_text("from model import Model, loss")
-    flags = "--loss start.py:loss --with layers=6 --json plan.json --page page.html --at-peak"
-    command = f"start.py:Model --input 3x8 --memory-budget 114KiB --device cpu {flags}"
+    (here / "pkg").mkdir()
+    (here / "pkg/__init__.py").write_text("")
+    (here / "pkg/start.py").write_text("from model import Model\nfrom .losses import loss")
+    (here / "pkg/losses.py").write_text("from model import loss")
+    flags = "--loss pkg/start.py:loss --with layers=6 --json plan.json --page page.html --at-peak"
+    command = f"pkg/start.py:Model --input 3x8 --memory-budget 114KiB --device cpu {flags}"
     assert main(command.split()) == 0
     plan, out = json.loads((here / "plan.json").read_text()), capsys.readouterr().out
     names = ["none", "first 3 blocks", "every second block", "every block"]
@@ -73,6 +75,11 @@ def test_a_users_model(here, capsys):
     assert code in out and out.index("fits ") < out.index(code) < out.index("policy")
     assert "alive at the peak of first 3 blocks" in out and "model.py:" in out
     assert code in (here / "page.html").read_text("utf-8")
+
+
+def test_a_loss_gets_what_forward_does_not_take(here, capsys):
+    """Labels, in a tuple behind the images."""
+    assert main("mine.py:wide --input mine.py:pair --loss mine.py:of_pair".split()) == 0
 
 
 def test_notes_say_what_the_plan_cannot_know(here, capsys):
@@ -95,6 +102,7 @@ def test_families_of_transformers(here, family, flags):
     sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
     config = getattr(transformers, family)(vocab_size=211, **sizes)
     config.save_pretrained(here)
+    assert main(". --input 2x48 --with num_layers=2".split()) == 2  # (not num_hidden_layers)
     args = parse(f". --input 2x48 {flags}".split())
 
     def make() -> nn.Module:

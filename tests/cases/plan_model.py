@@ -56,6 +56,10 @@ def no_optimizer(parameters): return None
 def stranger(parameters): return torch.optim.SGD([nn.Parameter(torch.ones(2))])
 def exits(): raise SystemExit("usage: mine")
 def later(parameters): return torch.optim.NoSuch(parameters)
+def bare(): return torch.optim.SGD([])
+def moved(): return Model().to("cuda")
+def pair(): return torch.zeros(4, 8), torch.zeros(4).long()
+def of_pair(output, pair): return F.cross_entropy(output, pair[1])
 """
 OF_LIBRARIES = """
 import torch
@@ -120,6 +124,15 @@ REFUSED = {
         "--optimizer: ",
     ),
     "an optimizer that fails": (f"{M} --input 2x8 --optimizer mine.py:later", "NoSuch"),
+    "an optimizer of nothing": (
+        f"{M} --input 2x8 --optimizer mine.py:bare",
+        "--optimizer mine.py:bare: TypeError",
+    ),
+    "muon without blocks": (
+        "mine.py:wide --input mine.py:pair --optimizer muon",
+        "muon: it is for the matrices of blocks",
+    ),
+    "on a GPU": ("mine.py:moved --input 2x8", "leave .to(device) out"),
     "no such card": (f"{M} --input 2x8 --card 9999", "--card"),
     "a card and another device": (f"{M} --input 2x8 --card L4 --device cpu", "--device cpu"),
     "no folder to write to": (f"{M} --input 2x8 --json no/such.json", "--json"),
