@@ -233,7 +233,7 @@ class MiniGPT(nn.Module):
         grow with depth. The CPU draws, so that a seed gives the same weights on any device.
         `shard_like(full, weight)` returns this rank's rows of the full tensor (train_fsdp.py).
         Parameters outside of INITIALIZED_LAYERS keep their first values. On device "meta", where
-        the trainers make the model, this has no effect; allocate_and_fill calls it again."""
+        the trainers make the model, this has no effect; trainer/build.py calls it again."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
         for layer_name, layer in self.named_modules():
             std = residual_std if layer_name.endswith("c_proj") else 0.02

@@ -127,7 +127,7 @@ def accumulate_gradients(run: Run) -> list[Tensor]:
         with run.process.gradient_sync(sync), run.gradient_tree.micro_batch(micro_batch):
             with run.autocast():
                 # `wrapped_model` is `run.model` or, with DDP, a wrapper whose backward averages
-                # gradients, which evaluation, optimizer and snapshots do not need.
+                # gradients. Evaluation, optimizer and snapshots use `run.model`.
                 loss = run.wrapped_model(input_ids, labels)
             losses.append(loss.detach())
             clock.begin_phase("backward")

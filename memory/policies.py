@@ -119,8 +119,8 @@ CHUNK_MULTIPLE = 64  # tokens; the length of each chunk except the last is a mul
 # A policy runs a model.Block, x (B, T, C) -> (B, T, C), on a `View` of the block, with activation
 # checkpoints around some of its methods. All arithmetic is that of model.py. `block(x, ...,
 # policy=p)` calls p inside the block's forward, so everything that wraps a block's forward
-# (sharding of weights, a compiler) works with every policy. `run_policy` binds the other arguments
-# of that call to the view, so that a policy cannot lose one.
+# (sharding of weights, a compiler) works with every policy. `run_policy` stores the block's other
+# arguments in the view, so that a policy passes only x.
 #
 # `chunk_sizes` maps the number of tokens of a sequence to the numbers of tokens of its chunks,
 # which backward recomputes one by one in the MLP half. None: the sequence is one chunk.
@@ -279,7 +279,7 @@ class AttentionCalled(Exception):
     """Ends a block's forward where it calls `attention`; has the arguments of that call."""
 
 
-def end_at_attention(*inputs: Any, **named: Any) -> Tensor:
+def raise_attention_called(*inputs: Any, **named: Any) -> Tensor:
     """Raise AttentionCalled, in the place of `attention`."""
     raise AttentionCalled(inputs, named)
 
@@ -290,8 +290,10 @@ def keep_qkv_and_attention(block: Any, x: Tensor) -> Tensor:
     # The attention half without c_proj.
     attn = View(block.attn, qkv=recompute_up_to_matmul(block.attn.qkv), c_proj=lambda y: y)
     without_c_proj = half(attn=attn).attention
+    # Run forward only to learn which arguments it gives to `attention`. (A changed block may never
+    # call that.)
     try:
-        return View(block, attention=end_at_attention)(x)  # (a changed block may never call it)
+        return View(block, attention=raise_attention_called)(x)
     except AttentionCalled as call:
         inputs, named = call.args
     attended = without_c_proj(*inputs, **named)
@@ -445,8 +447,7 @@ class RecomputePlan(NamedTuple):
     @property
     def group_policies_and_sizes(self) -> list[tuple[str, int]]:
         """Return (policy, number of blocks) for each call in MiniGPT.forward. A call runs one
-        block,
-        or a group of blocks that share a checkpoint."""
+        block, or a group of blocks that share a checkpoint."""
         whole = takewhile(lambda policy: policy == "full" and self.group_size > 1, self.policies)
         n = len(list(whole))
         groups = [("full", min(self.group_size, n - i)) for i in range(0, n, self.group_size)]
@@ -523,8 +524,8 @@ def make_policy_function(policy: str, d_ff: int, mlp_chunks: int) -> Callable[..
 def run_group_in_checkpoint(
     blocks: list, nested: bool, x: Tensor, *more: Any, **named: Any
 ) -> Tensor:
-    """Run a group of K blocks in one checkpoint, x (B, T, C) -> (B, T, C); MiniGPT.forward calls it
-    like one block. `more`, `named`: other arguments of each block's call.
+    """Run a group of K blocks, x (B, T, C) -> (B, T, C); MiniGPT.forward puts this call, like that
+    of one block, in a checkpoint. `more`, `named`: other arguments of each block's call.
 
     When the checkpoint recomputes, the tensors of all K blocks exist at once. If `nested`, each
     block has a checkpoint of its own inside: the group's recomputation keeps only the inputs of its

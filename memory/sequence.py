@@ -43,7 +43,7 @@ class SequenceShard:
         self.tokens: list[int] = []  # number of tokens per rank; empty: sequences are not shared
 
     def start_sharding(self, T: int) -> slice:
-        """Share sequences of `T` tokens from now on, and return the slice of this rank's tokens."""
+        """Split sequences of `T` tokens over the ranks from now on; return this rank's slice."""
         self.tokens = split_evenly(T, len(self.heads))
         return slice(self.token_offset, self.token_offset + self.tokens[self.rank])
 

@@ -58,7 +58,8 @@ def largest_batch(
 
 def largest_linear_batch(sizes: tuple[int, int], known: Sequence[np.ndarray], budget: int) -> int:
     """Return the largest number of sequences with at most `budget` bytes after each operator, for
-    bytes that grow linearly with the batch. `known`: (operators,) bytes with each of two `sizes`.
+    bytes that grow linearly with the batch. `known`: for each of the two `sizes`, the bytes after
+    each operator, (operators,).
     """
 
     def peak(sequences: int) -> int:

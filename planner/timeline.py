@@ -101,7 +101,7 @@ class Segment:
     @cached_property
     def peak_increase(self) -> int:
         """Bytes at the segment's peak minus bytes before the segment."""
-        return max(bytes_by_op_and_kind([self]).sum(axis=1).tolist(), default=0)
+        return max(live_bytes_by_op_and_kind([self]).sum(axis=1).tolist(), default=0)
 
 
 @lru_cache(2**12)
@@ -112,7 +112,7 @@ def segment_seconds(segment: Segment, card: Card, is_first: bool = False) -> flo
     return float((seconds_of_each_op(work, card) * work.times)[~(is_first & work.reads_sums)].sum())
 
 
-def bytes_by_op_and_kind(segments: Iterable[Segment]) -> np.ndarray:
+def live_bytes_by_op_and_kind(segments: Iterable[Segment]) -> np.ndarray:
     """Return the bytes of each kind after each operator: (operators, kinds) int64.
 
     Storages that exist before the first operator do not count, but those that are freed right after
@@ -266,7 +266,7 @@ class StepMemory:
     def timeline(self) -> np.ndarray:
         """Bytes of each kind after each operator: (operators + 1, len(KINDS)) int64; row 0 has the
         bytes before the first operator."""
-        return bytes_by_op_and_kind(segment for segment, _ in self.segments_and_block_shifts)
+        return live_bytes_by_op_and_kind(segment for segment, _ in self.segments_and_block_shifts)
 
     @cached_property
     def bytes_after_each_op(self) -> np.ndarray:

@@ -36,7 +36,7 @@ from memory import POLICY_NAMES, MemorySavingGPT
 from planner.cards import CARDS, THIS_MACHINE
 from planner.op_recorder import OpRecorder
 from planner.operators import MATMUL_DTYPES, tensors_in
-from planner.timeline import bytes_by_op_and_kind, split_into_segments
+from planner.timeline import live_bytes_by_op_and_kind, split_into_segments
 from scripts import cli_main
 from scripts.plans import CommandPlan
 from scripts.style import about, describe_about, write_json
@@ -190,7 +190,11 @@ def measure_step_peak(run: Run) -> int | None:
         mean_step_seconds(run)
     if device.type == "cuda":
         return torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
-    return int(bytes_by_op_and_kind(split_into_segments(recorder)).sum(1).max()) if counts else None
+    return (
+        int(live_bytes_by_op_and_kind(split_into_segments(recorder)).sum(1).max())
+        if counts
+        else None
+    )
 
 
 def measure(

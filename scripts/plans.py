@@ -255,9 +255,9 @@ def with_fitting_policy(plan: CommandPlan) -> CommandPlan | None:
 
 def advice(plan: CommandPlan) -> tuple[str, Change | None]:
     """Return the cheapest change that makes a step fit, in words and as flags, with the fastest
-    policy that fits. The flags are None if the search finds none in ADVICE_OPS operators, or if the
-    state alone exceeds the budget: in that case nothing is simulated, and the words name changes
-    whose state fits."""
+    policy that fits. The flags are None if the search finds none before it has simulated ADVICE_OPS
+    operators, or if the state alone exceeds the budget: in that case nothing is simulated, and the
+    words name changes whose state fits."""
     settings, usable, n_ops = plan.settings, plan.bytes_within_margin, 0
     if plan.state_bytes >= usable:
         return advice_on_state(plan), None

@@ -23,7 +23,7 @@ from harness.runs import metrics, same, snapshot, train_here
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.resume import load_newest
+from trainer.resume import load_newest_readable
 from trainer.snapshot import (
     SaveError,
     SnapshotError,
@@ -115,8 +115,8 @@ def test_second_run_on_the_same_files_is_refused(tmp_path, capsys):
 def test_a_snapshot_that_changes_while_a_run_is_set_up(path):
     """The run before was still at its last save: to go on from the one before would drop that."""
     save_snapshot(path, state(1))
-    lock_run_files(path, load_newest(path)).close()
-    resumed = load_newest(path)
+    lock_run_files(path, load_newest_readable(path)).close()
+    resumed = load_newest_readable(path)
     save_snapshot(path, state(2))
     with pytest.raises(SnapshotError, match="another run was still at"):
         lock_run_files(path, resumed)

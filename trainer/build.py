@@ -136,7 +136,7 @@ def choose_settings_and_origin(
         raise MiniGPTError("--init-from starts a run and --resume goes on with one: leave one out")
     resumed = None
     if settings.resume:
-        resumed = resume.load_newest(settings.checkpoint_path)
+        resumed = resume.load_newest_readable(settings.checkpoint_path)
         settings = resume.with_saved_flags(settings, resumed)
     process = make_process(settings)
     if resumed is None and "TORCHELASTIC_RUN_ID" in os.environ:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from model import MiniGPT
 from planner.op_recorder import OpRecorder
 from planner.operators import tensors_in
-from planner.timeline import bytes_by_op_and_kind, split_into_segments
+from planner.timeline import live_bytes_by_op_and_kind, split_into_segments
 
 from .metrics import format_bytes
 from .process import OneProcess
@@ -129,7 +129,7 @@ def measuring_peak(
         # allocator rounds up the size of each tensor.
         peak = torch.cuda.memory_stats(process.device)["requested_bytes.all.peak"]
     else:
-        peak = bytes_by_op_and_kind(split_into_segments(recorder)).sum(axis=1).max()
+        peak = live_bytes_by_op_and_kind(split_into_segments(recorder)).sum(axis=1).max()
     if predicted and predicted == clock.predicted:
         step, plain = map(format_bytes, predicted)
         without = f", without recompute {plain}" if step != plain else ""

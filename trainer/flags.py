@@ -143,7 +143,7 @@ def replace_fields_by_flags(message: str) -> str:
 
 def number_with_unit(units: Mapping[str, int], least: int, expected: str) -> Callable:
     """Return an argparse type for numbers from `least` to 10^15, written with one of `units`, such
-    as "1.5B", "8 GiB" or "1e9". A fraction is cut off, and an error asks for `expected`."""
+    as "1.5B", "8 GiB" or "1e9". The result is rounded down; the error message names `expected`."""
 
     def parse(text: str) -> int:
         match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d{1,2})?) *([a-z]*)", text.strip().lower())

@@ -190,7 +190,7 @@ OPENERS = {"tensorboard": open_tensorboard, "wandb": open_wandb}
 
 
 def open_logger(settings: Settings, identity: State, step: int, say: Say) -> Write:
-    """Return the writer of the logger --log-to, which raises SaveError as this function does."""
+    """Return a function that writes records to the logger --log-to. Both raise SaveError."""
     with logger_errors(settings.log_to):
         write_numbers = OPENERS[settings.log_to](settings, identity, step, say)
     return logger_errors(settings.log_to)(write_numbers)

@@ -24,7 +24,7 @@ from .snapshot import (
 )
 
 
-def load_newest(path: Path) -> LoadedSnapshot:
+def load_newest_readable(path: Path) -> LoadedSnapshot:
     """Load the snapshot at `path` or, if this file is missing or damaged, `.prev.pt`, or else
     `.best.pt`. Raises SnapshotError if none of the three can be read."""
     problems: list[str] = []
@@ -49,7 +49,7 @@ def load_own_run(path: Path, run_id: str) -> LoadedSnapshot | None:
     which this run must not resume.
     """
     try:
-        newest = load_newest(path)
+        newest = load_newest_readable(path)
     except SnapshotError:  # no file, or none of this run
         return None
     return newest if newest.state["run"] == run_id else None

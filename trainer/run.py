@@ -112,9 +112,9 @@ class Run:
         """Yield the number of the first batch of each round of an evaluation, in which each replica
         evaluates one batch.
 
-        An evaluation may take longer than the 30 s after which torchrun kills its processes. Before
-        each round, therefore, all processes learn whether one of them received a signal to stop.
-        They end in the same round, because a sharded model needs all processes.
+        An evaluation may take longer than the 30 s that torchrun gives its processes to stop.
+        Before each round, therefore, all processes learn whether one of them received a signal to
+        stop. They end in the same round, because a sharded model needs all processes.
         """
         for first in range(0, len(self.val_batches), self.process.layout.replicas):
             (self.stop_signal,) = self.process.all_reduce_max([self.received_signal])

@@ -179,9 +179,9 @@ def main_and_exit(main: Callable[[], int]) -> NoReturn:
     """Run `main` and exit with its code, without Python's own clean-up.
 
     After an error, the clean-up would wait for a collective with other processes, which in turn
-    wait for this process. (torchrun sees the exit code and ends them.) After a success, it could
-    abort the process: FSDP's process group outlives `main`, and a thread of gloo that frees a
-    tensor while Python ends is "terminated without an active exception".
+    wait for this process. (torchrun sees the exit code and ends them.) After a success, the
+    clean-up could abort the process: FSDP's process group outlives `main`, and a thread of gloo
+    that frees a tensor while Python ends is "terminated without an active exception".
     """
     try:
         code = main()
