@@ -378,13 +378,16 @@ class ModelPlan:
     def row(self, way: str) -> Row:
         """Return the row of a way, in the form of the JSON file."""
         step, budget = self.step(way), self.budget
-        usable, limit = budget.bytes_within_margin or 0, budget.bytes_left_by_context
+        limits = {
+            "fits": budget.limit_bytes,
+            "fits_beside_context": budget.bytes_left_by_context,
+            "fits_safely": budget.bytes_within_margin,
+        }
         seconds = step.seconds(self.card, self.micro_batches) if self.card else None
         return step_row(step, way) | {
             "grad_accum_steps": self.micro_batches,
-            "fits": None if limit is None else step.peak <= limit,
-            "fits_safely": None if limit is None else step.peak <= usable,
-            "largest_batch": None if limit is None else self.largest_batch(way),
+            **{key: None if n is None else step.peak <= n for key, n in limits.items()},
+            "largest_batch": None if budget.limit_bytes is None else self.largest_batch(way),
             "seconds": seconds,
             "tokens_per_s": seconds and self.micro_batches * self.n_tokens / seconds,
         }

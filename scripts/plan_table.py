@@ -47,18 +47,18 @@ def offloads(plan: CommandPlan) -> bool:
     return plan.settings.recompute_plan.offload
 
 
-def fits_without_margin(plan: CommandPlan) -> bool | None:
-    """Return whether the step fits beside a CUDA context, without a margin; None: unknown."""
-    budget, step = plan.memory_budget, plan.step
-    if budget.bytes_left_by_context is None:
+def fits_within(plan: CommandPlan, limit: int | None) -> bool | None:
+    """Return whether the step fits in `limit` bytes (None: unknown), and what it offloads in the
+    CPU's memory."""
+    if limit is None:
         return None
-    host_bytes = math.inf if budget.host_usable_bytes is None else budget.host_usable_bytes
-    return step.peak <= budget.bytes_left_by_context and step.host_bytes <= host_bytes
+    host_bytes = plan.memory_budget.host_usable_bytes
+    return plan.peak <= limit and (host_bytes is None or plan.step.host_bytes <= host_bytes)
 
 
 def fits_safely(plan: CommandPlan) -> bool:
     """Return whether the step fits in the budget minus the margin."""
-    return bool(fits_without_margin(plan)) and plan.peak <= plan.bytes_within_margin
+    return bool(fits_within(plan, plan.memory_budget.bytes_within_margin))
 
 
 def cost_key(plan: CommandPlan) -> tuple[float, float]:
@@ -96,10 +96,12 @@ def step_row(step: StepMemory, name: str) -> Row:
 
 
 def plan_row(plan: CommandPlan) -> Row:
-    fits = fits_without_margin(plan)
+    budget = plan.memory_budget
+    fits = fits_within(plan, budget.limit_bytes)
     return step_row(plan.step, plan.policy) | {
         "grad_accum_steps": plan.settings.grad_accum_steps,
         "fits": fits,
+        "fits_beside_context": fits_within(plan, budget.bytes_left_by_context),
         "fits_safely": None if fits is None else fits_safely(plan),
         "largest_batch": None if fits is None else plan.largest_batch,
         "seconds": plan.seconds if plan.card else None,
@@ -139,9 +141,10 @@ def recommended_plan(plan: CommandPlan) -> CommandPlan | None:
 def format_table(rows: list[Row], takes: str | None) -> str:
     """Return the rows in aligned columns; ">" marks the policy `takes`.
 
-    A row has the keys of `step_row`, and `fits`, `fits_safely`, `largest_batch` (None: unknown),
-    `seconds`, `tokens_per_s` (None: no card). If no row has a `longest_sequence_safely`, the column
-    is left out. Neighbouring rows that offer the same choice (`choice_key`) are one line.
+    A row has the keys of `step_row`, and `fits_beside_context`, `fits_safely`, `largest_batch`
+    (None: unknown), `seconds`, `tokens_per_s` (None: no card). If no row has a
+    `longest_sequence_safely`, the column is left out. Neighbouring rows that offer the same choice
+    (`choice_key`) are one line.
     """
     lines = []
     for _, group in groupby(rows, choice_key):
@@ -161,9 +164,11 @@ def format_table(rows: list[Row], takes: str | None) -> str:
             }
         else:
             line |= time_and_speed_cells(row, rows[0])
-        tight = {True: "tight", False: "no", None: "?"}[row["fits"]]
+        tight = {True: "tight", False: "no", None: "?"}[row["fits_beside_context"]]
         line["fits<"] = "yes" if row["fits_safely"] else tight
-        line["largest batch>"] = "?" if row["fits"] is None else f"{row['largest_batch']:,}"
+        line["largest batch>"] = (
+            "?" if row["largest_batch"] is None else f"{row['largest_batch']:,}"
+        )
         if (longest := row.get("longest_sequence_safely")) is not None:
             line["longest sequence>"] = f"{longest:,}"
         lines.append(line)
@@ -173,8 +178,8 @@ def format_table(rows: list[Row], takes: str | None) -> str:
 def choice_key(row: Row) -> tuple:
     """Return a key that is equal for rows between which nobody needs to choose: equal rows, and
     rows that do not fit with the margin and have the same printed peak and largest batch."""
-    if row["fits"] is not None and not row["fits_safely"]:
-        return row["fits"], format_bytes(row["peak_bytes"]), row["largest_batch"]
+    if row["fits_safely"] is False:
+        return row["fits_beside_context"], format_bytes(row["peak_bytes"]), row["largest_batch"]
     keys = "peak_bytes kept_bytes recomputed_flops_share largest_batch longest_sequence_safely"
     return tuple(map(row.get, keys.split()))
 

@@ -74,13 +74,14 @@ def test_a_row_says_what_the_planner_does(flags, sequences, takes):
             sizes == [step.peak, step.kept, step.host_bytes]
             and row["at_peak"] == step.bytes_by_kind_at_peak
         )
-        assert row["fits"] == (step.peak <= room.bytes_left_by_context)
+        assert row["fits"] == (step.peak <= room.limit_bytes)
+        assert row["fits_beside_context"] == (step.peak <= room.bytes_left_by_context)
         assert (
             row["fits_safely"]
             == (step.peak <= room.bytes_within_margin)
             == (row["largest_batch"] >= 64)
         )
-        word = "yes" if row["fits_safely"] else "tight" if row["fits"] else "no"
+        word = "yes" if row["fits_safely"] else "tight" if row["fits_beside_context"] else "no"
         assert re.search(f"  {word} +{row['largest_batch']:,}$", line)
         if plan.card:
             assert row["seconds"] == pytest.approx(plan.seconds, rel=1e-9)
@@ -134,7 +135,7 @@ def test_what_offers_no_choice_is_one_line():
     rows = [
         {
             "policy": name, "peak_bytes": peak * GIB, "kept_bytes_per_block": kept * GIB,
-            "fits": peak < 23.5, "fits_safely": peak < 21, "largest_batch": batch,
+            "fits_beside_context": peak < 23.5, "fits_safely": peak < 21, "largest_batch": batch,
             "where": "head", "kept_bytes": kept, "recomputed_flops_share": 0.5, "seconds": None,
         }
         for name, peak, kept, batch in (
