@@ -261,21 +261,27 @@ def make_batch(args: argparse.Namespace, model: nn.Module) -> Any:
     return dict.fromkeys([first, *(name for name in ("labels", "targets") if name in names)], ids)
 
 
-def blocks_of(model: nn.Module, name: str | None) -> tuple[str, list[nn.Module]]:
-    """Return the name of the list of blocks, and the blocks: --blocks, or the longest list of
-    modules of one class that is not in another such list; ("", []): there is none."""
-    children = {name: [*module.children()] for name, module in model.named_modules()}
+def lists_of_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """Return the lists of modules of one class that are not inside another such list, by name."""
     lists: dict[str, list[nn.Module]] = {}
-    for path, own in children.items():
-        is_inside = any(path.startswith(f"{outer}.") for outer in lists)
-        is_list = isinstance(model.get_submodule(path), nn.ModuleList | nn.Sequential)
+    for path, module in model.named_modules():
+        own, is_inside = [*module.children()], any(path.startswith(f"{outer}.") for outer in lists)
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential)
         if is_list and len(own) > 1 and len({*map(type, own)}) == 1 and not is_inside:
             lists[path] = own
+    return lists
+
+
+def blocks_of(model: nn.Module, name: str | None) -> tuple[str, list[nn.Module]]:
+    """Return the name of the list of blocks, and the blocks: --blocks, or the longest of
+    `lists_of_blocks`; ("", []): there is none."""
+    lists = lists_of_blocks(model)
     if name is None:
         return max(lists.items(), key=lambda item: len(item[1]), default=("", []))
-    if not children.get(name):
+    chosen = [*dict(model.named_modules()).get(name, nn.Module()).children()]
+    if not chosen:
         raise MiniGPTError(f"--blocks {name}: no list of modules; here: {', '.join(lists) or None}")
-    return name, children[name]
+    return name, chosen
 
 
 def optimizer_of(name: str, blocks: list[nn.Module]) -> Callable:
@@ -454,10 +460,12 @@ def notes_on(plan: ModelPlan, args: argparse.Namespace) -> list[str]:
     work, names = record.step_memory.flops_and_bytes_by_op, {*record.operator_names}
     foreign = ", ".join(sorted(name for name in names if "::" in name))
     in_float32 = ((work.attention > 0) & (work.precision == 0)).any()
+    others = ", ".join(lists_of_blocks(plan.model).keys() - {plan.blocks_name})
     has_rnn = any(isinstance(module, nn.RNNBase) for module in plan.model.modules())
     notes = {
         "eager code is simulated; the compiler may change time and memory": args.compile,
         "no list of equal blocks found; --blocks NAME gives one, for more rows": not plan.blocks,
+        f"activation checkpoints are planned in {plan.blocks_name} only, not in {others}": others,
         "the autocast of CUDA runs more functions in float32 than the simulated one, such as "
         "torch.pow; then forward keeps more": on_cuda and args.autocast != "off",
         "scaled_dot_product_attention is planned as a kernel that keeps no scores; in float32 a "

@@ -24,7 +24,7 @@ ROOMS = {
     "scripts": 1_485,
     "studies": 66,
     "all without tests": 6_020,
-    "tests": 5_790,
+    "tests": 5_795,
 }
 FILES_IN = {"trainer": 20, "scripts": 17}
 # Of a file: what is read from top to bottom, and pages.

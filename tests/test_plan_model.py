@@ -80,12 +80,19 @@ def test_a_users_model(here, capsys):
 def test_a_loss_gets_what_forward_does_not_take(here, capsys):
     """Labels, in a tuple behind the images."""
     assert main("mine.py:wide --input mine.py:pair --loss mine.py:of_pair".split()) == 0
+    assert "no list of equal blocks found" in capsys.readouterr().out
 
 
 def test_notes_say_what_the_plan_cannot_know(here, capsys):
     assert main("libraries.py:Model --input libraries.py:batch --card L4 --compile".split()) == 0
     out = capsys.readouterr().out
-    for words in ("the compiler may", "LSTM", "convolutions", "mine::scale", "--blocks NAME"):
+    for words in (
+        "the compiler may",
+        "LSTM",
+        "convolutions",
+        "mine::scale",
+        "in enc only, not in dec",
+    ):
         assert words in out, words
 
 

@@ -79,9 +79,10 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv, self.lstm = nn.Conv1d(8, 8, 1), nn.LSTM(8, 8)
+        self.enc, self.dec = (nn.Sequential(*[nn.Linear(8, 8) for _ in "12"]) for _ in "12")
 
     def forward(self, x):
-        return scale(self.lstm(self.conv(x))[0]).sum()
+        return scale(self.lstm(self.dec(self.enc(self.conv(x))))[0]).sum()
 
 
 def batch(): return torch.zeros(2, 8, 8)
