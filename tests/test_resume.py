@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from harness.faults import broken, undisturbed
+from harness.marks import has_float16_attention
 from harness.rows import row
 from harness.runs import TINY_MODEL, metrics, parse, same, snapshot, train_here, typed
 from hypothesis import Phase, example, given, settings
@@ -33,6 +34,7 @@ from trainer.snapshot import (
 )
 
 FP32, BF16, FULL = "--no-amp", "--amp-dtype=bfloat16", "--use-activation-checkpoint"
+FP16 = "--amp-dtype=float16" if has_float16_attention() else BF16
 CONSTANT = ("--lr-scheduler=constant", "--warmup-steps=1")
 LOSSES = ("step", "epoch", "lr", "train_loss", "train_ppl", "grad_norm", "val_loss", "val_ppl")
 
@@ -45,9 +47,7 @@ def resume_alone(path, *flags: str) -> int:
 
 
 LEAN = ("--optimizer=muon", "--moments-dtype=bfloat16")
-kinds = st.sampled_from(
-    [(FP32,), (BF16,), ("--amp-dtype=float16", "--grad-accum-steps=2"), (BF16, LEAN[0])]
-)
+kinds = st.sampled_from([(FP32,), (BF16,), (FP16, "--grad-accum-steps=2"), (BF16, LEAN[0])])
 memory = st.sampled_from(
     [f"{FULL}={words}" for words in ("none", "full", "auto", "mlp", "cheap+offload",
                                      "full/2+offload")]
@@ -60,7 +60,7 @@ stops = st.tuples(
 # (To find the smallest case takes long.)
 @settings(max_examples=5, phases=[Phase.explicit, Phase.generate])
 @example((FP32, *LEAN), [(9, "error", FULL)], FULL)
-@example(("--amp-dtype=float16",), [(9, "error", FULL)], FULL)
+@example((FP16,), [(9, "error", FULL)], FULL)
 @given(kinds, st.lists(stops, min_size=1, max_size=2, unique_by=lambda stop: stop[0]), memory)
 def test_resumed_equals_uninterrupted(kind, parts, last):
     """However often it is stopped, by a crash or a signal, and whatever memory is spent in between:
@@ -119,7 +119,7 @@ def test_other_flags_may_be_typed_and_are_said(path, tmp_path, capsys):
     assert train_here(path, "--warmup-steps=0") == 0
     before = (tmp_path / "run.best.pt").read_bytes()
     other = ("--num-steps=25", "--lr=3", "--weight-decay=0.3", "--eval-interval=2")
-    assert train_here(path, "--resume", *other, "--amp-dtype=float16", FULL) == 0
+    assert train_here(path, "--resume", *other, FP16, FULL) == 0
     said = "resume   changed.*: (.*)\n(?:.*\n)*note     the learning rate (.*), and"
     ((line, rate),) = re.findall(said, capsys.readouterr().out)
     assert {*line.split(", "), rate} == {
@@ -129,7 +129,7 @@ def test_other_flags_may_be_typed_and_are_said(path, tmp_path, capsys):
         "--lr 0.025 -> 3",
         "--min-lr 0.0025 -> 0.3",
         "--weight-decay 0.1 -> 0.3",
-        "--amp-dtype auto -> float16",
+        f"--amp-dtype auto -> {FP16.partition('=')[2]}",
         "--eval-interval 0 -> 2",
     }
     groups = snapshot(path)["optimizer"]["param_groups"]
