@@ -185,8 +185,8 @@ class StepMemory:
     largest_at_peak: Sequence[tuple[str, int]] = ()
 
     def __repr__(self) -> str:
-        """Return a verdict as readable text: the peak and where it is, kinds of at least 1
-        %, the largest groups of tensors, and what the optimizer's temporaries cost."""
+        """Return a verdict as readable text: the peak and where it is, kinds of tensors
+        above 1 %, the largest groups of tensors, and what the optimizer's temporaries cost."""
         kinds = [(k, n) for k, n in self.bytes_by_kind_at_peak.items() if n >= self.peak / 100]
         groups = [*kinds, *self.largest_at_peak]
         texts = format_sizes([self.peak, *(size for _, size in groups)])

@@ -46,7 +46,13 @@ from planner.timeline import KINDS
 from planner.units import format_bytes, format_sizes
 from scripts import cli_main, plan_table
 from scripts.memory_page import page_data, write_page
-from scripts.plan_table import Row, describe_card_and_budget, largest_n_that_fits, step_row
+from scripts.plan_table import (
+    Row,
+    describe_card_and_budget,
+    fit_fields,
+    largest_n_that_fits,
+    step_row,
+)
 from scripts.plans import device_and_budget
 from scripts.style import about, write_json
 from trainer import flags
@@ -384,15 +390,10 @@ class ModelPlan:
     def row(self, way: str) -> Row:
         """Return the row of a way, in the form of the JSON file."""
         step, budget = self.step(way), self.budget
-        limits = {
-            "fits": budget.limit_bytes,
-            "fits_beside_context": budget.bytes_left_by_context,
-            "fits_safely": budget.bytes_within_margin,
-        }
         seconds = step.seconds(self.card, self.micro_batches) if self.card else None
         return step_row(step, way) | {
             "grad_accum_steps": self.micro_batches,
-            **{key: None if n is None else step.peak <= n for key, n in limits.items()},
+            **fit_fields(budget, lambda limit: step.peak <= limit),
             "largest_batch": None if budget.limit_bytes is None else self.largest_batch(way),
             "seconds": seconds,
             "tokens_per_s": seconds and self.micro_batches * self.n_tokens / seconds,

@@ -9,7 +9,7 @@ what is alive at a peak: hundreds of tensors, which make a few dozen groups beca
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from statistics import mode
 from typing import Any
@@ -95,15 +95,23 @@ def step_row(step: StepMemory, name: str) -> Row:
     }
 
 
+def fit_fields(budget: MemoryBudget, fits: Callable[[int], bool | None]) -> Row:
+    """Return what a row says of a budget. `fits(limit)`: whether the step takes at most `limit`
+    bytes. None: the budget is unknown."""
+    limits = {
+        "fits": budget.limit_bytes,
+        "fits_beside_context": budget.bytes_left_by_context,
+        "fits_safely": budget.bytes_within_margin,
+    }
+    return {key: None if limit is None else fits(limit) for key, limit in limits.items()}
+
+
 def plan_row(plan: CommandPlan) -> Row:
-    budget = plan.memory_budget
-    fits = fits_within(plan, budget.limit_bytes)
+    known = plan.memory_budget.limit_bytes is not None
     return step_row(plan.step, plan.policy) | {
         "grad_accum_steps": plan.settings.grad_accum_steps,
-        "fits": fits,
-        "fits_beside_context": fits_within(plan, budget.bytes_left_by_context),
-        "fits_safely": None if fits is None else fits_safely(plan),
-        "largest_batch": None if fits is None else plan.largest_batch,
+        **fit_fields(plan.memory_budget, partial(fits_within, plan)),
+        "largest_batch": plan.largest_batch if known else None,
         "seconds": plan.seconds if plan.card else None,
         "tokens_per_s": plan.tokens_per_s if plan.card else None,
         "longest_sequence_safely": longest_sequence(plan),
@@ -176,7 +184,7 @@ def format_table(rows: list[Row], takes: str | None) -> str:
 
 
 def choice_key(row: Row) -> tuple:
-    """Return a key that is equal for rows between which nobody needs to choose: equal rows, and
+    """Return a key that is equal for rows that offer the same choice: equal rows, and
     rows that do not fit with the margin and have the same printed peak and largest batch."""
     if row["fits_safely"] is False:
         return row["fits_beside_context"], format_bytes(row["peak_bytes"]), row["largest_batch"]

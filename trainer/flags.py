@@ -166,6 +166,12 @@ byte_count = number_with_unit(
 )
 
 
+def format_byte_count(n: int) -> str:
+    """Return a number of bytes in the largest unit of which it is a multiple: "5MiB"."""
+    units = ((unit, BYTE_UNITS[unit.lower()]) for unit in ("GiB", "MiB", "KiB", "b"))
+    return next(f"{n // size}{unit}" for unit, size in units if n % size == 0)
+
+
 def snapshot_path(text: str) -> Path:
     """Parse the path of a snapshot (argparse type), but reject one that names no file, such as
     "checkpoints/" or ".pt". (The text is checked, because Path would drop a slash at the end.)"""

@@ -143,9 +143,9 @@ def changed_flags(saved: State, now: State) -> dict[str, tuple[object, object]]:
 def describe_each_change(
     changed: dict[str, tuple[object, object]], *threads: int | None
 ) -> list[str]:
-    """Return the allowed changes of flags (the result of `changed_flags`), as text such as `--lr
-    0.001 ->
-    0.0001`, and a change of the number of CPU `threads`: those of the saved run, and of this."""
+    """Return the allowed changes of flags (the result of `changed_flags`), as text such as
+    "--lr 0.001 -> 0.0001", and a change of the number of CPU `threads`: those of the saved run, and
+    of this."""
     rows = [
         f"{flag(name)} {' -> '.join(map(format_typed_value, values))}"
         for name, values in changed.items()

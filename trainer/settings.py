@@ -30,6 +30,7 @@ from .flags import (
     card_name,
     check_policy_string,
     flag,
+    format_byte_count,
     number_in_range,
     replace_fields_by_flags,
     snapshot_path,
@@ -47,10 +48,7 @@ SHAPE_BY_MODEL: dict[str, dict[str, int]] = {
 # A user may type only one of each pair. At --resume it replaces the snapshot's other one.
 EXCLUSIVE_FLAGS = (("num_steps", "num_tokens"), ("no_amp", "amp_dtype"))
 # argparse type -> function that writes a value of this type with its unit
-UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "b"))
-FORMATTER_BY_TYPE: dict[Any, Callable[[Any], str]] = {  # the largest unit of which it is a multiple
-    byte_count: lambda n: next(f"{n >> power}{unit}" for power, unit in UNITS if n % 2**power == 0)
-}
+FORMATTER_BY_TYPE: dict[Any, Callable[[Any], str]] = {byte_count: format_byte_count}
 ON_OFF = argparse.BooleanOptionalAction  # a switch that --no-FLAG turns off
 ONE_PROCESS = Layout()
 S = TypeVar("S", bound="Settings")
